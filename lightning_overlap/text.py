@@ -1,6 +1,7 @@
 """Formatting shared by several folders: unknown names, long lists of names, aligned columns."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 SCALES_LOSS = (
@@ -53,3 +54,37 @@ def aligned(rows: Sequence[Sequence[str]], *, words: Collection[int] = (0,), rul
     if ruled:
         lines.insert(1, "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in lines)
+
+
+_SECRET = (  # options of addresses whose values are secrets, in whatever words a service has for them
+    r"(?i)(?<![\w.-])((?:sig|sas|[\w.-]*(?:passw|passphrase|pwd|secret|token|signature|credential|auth|access_?key|"
+    r"account_?key|api_?key)[\w.-]*)=)"
+)
+
+
+def without_secrets(address: str) -> str:
+    """Return an address with `***` for its password and the secrets of its options, whatever characters they have.
+
+    It may replace more: what stands between the first colon after `://` and the last `@` may be a password.
+    """
+    address = re.sub(rf"{_SECRET}[^&]*", r"\1***", address, flags=re.DOTALL)
+    return re.sub(r"(?<=://)([^:]*):.*@", r"\1:***@", address, flags=re.DOTALL)
+
+
+def message_without_secrets(text: str, *addresses: str) -> str:
+    """Return an error's text without the secrets of addresses: of these ones, also in parts, and of any others."""
+    for address in addresses:
+        text = text.replace(address, without_secrets(address))
+        for part in sorted(_secret_parts(address), key=len, reverse=True):
+            text = text.replace(part, "***")
+    text = re.sub(rf"{_SECRET}[^&\s'\"]*", r"\1***", text)
+    return re.sub(r"(?<=://)([^:\s'\"]*):[^\s'\"]*@", r"\1:***@", text)
+
+
+def _secret_parts(address: str) -> set[str]:
+    """Return pieces of an address's password: a library that takes it apart elsewhere may name any of them."""
+    found = re.search(r"://[^:]*:(.*)@", address, flags=re.DOTALL)
+    if found is None:
+        return set()
+    password = found.group(1)
+    return {part for part in (password, *re.split(r"[@:/?#\[\]]", password)) if len(part) > 2}

@@ -25,7 +25,7 @@ from typing_extensions import override
 from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, together
 from ..tables import ShardedStateNames
-from ..text import check_known, some
+from ..text import check_known, some, without_secrets
 from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
 from .checksums import CHECKSUMS_NAME, Checksums, HashingFiles, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
@@ -65,7 +65,7 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
     """Raise a ValueError if a checkpoint cannot be a folder: the path is remote, or there are storage options."""
     if "://" in str(path) or storage_options is not None:
         raise ValueError(
-            f"a sharded checkpoint must be a local folder, got {path!r}"
+            f"a sharded checkpoint must be a local folder, got {without_secrets(str(path))!r}"
             f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share, "
             "or use checkpoint_format='full'."
         )

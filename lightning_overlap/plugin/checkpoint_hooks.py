@@ -15,6 +15,7 @@ from .. import checkpoint as checkpoints
 from ..checkpoint import FULL, SHARDED, FolderSaver
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
+from ..text import without_secrets
 from . import checkpoint_links, found_checkpoints
 from .loops import METRICS
 from .run import HasRun
@@ -164,7 +165,8 @@ class SavesShards(HasRun):
                     return load_plain(), False
                 except Exception as err:
                     loader = type(self.checkpoint_io).__name__
-                    err.add_note(f"{loader} could not load {checkpoint_path}. Pass the path of a whole checkpoint.")
+                    shown = without_secrets(str(checkpoint_path))
+                    err.add_note(f"{loader} could not load {shown}. Pass the path of a whole checkpoint.")
                     raise
             path = checkpoints.resolve_path(path)
             return path, checkpoints.is_folder(path)

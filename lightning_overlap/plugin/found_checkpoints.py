@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from ..compat.lightning import wrap_resume_start
 from ..distributed import Group, gather_objects
+from ..text import without_secrets
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def _resume(
 ) -> None:
     """Call Lightning's `resume_start`, unless some ranks have a checkpoint to load and others have none."""
     # A wrong type is not raised yet: ranks that found a path would wait in `gather`.
-    found = gather((None if not path else str(path), socket.gethostname()))
+    found = gather((None if not path else without_secrets(str(path)), socket.gethostname()))
     if path and not isinstance(path, str | os.PathLike):
         raise TypeError(
             "ckpt_path is the path of a checkpoint, or 'last', 'best', 'hpc' or 'registry', got a "
@@ -51,7 +52,7 @@ def read_alike(read: Callable[[], tuple[T, bool]], path: Any, group: Group) -> T
     Raises:
         RuntimeError: Only some ranks could read it, or they found different things. If all fail, each raises its error.
     """
-    content, is_folder, error = None, False, None
+    content, is_folder, error, shown = None, False, None, without_secrets(str(path))
     try:
         content, is_folder = read()
     except Exception as err:
@@ -62,10 +63,10 @@ def read_alike(read: Callable[[], tuple[T, bool]], path: Any, group: Group) -> T
     if error is not None and len(failed) == len(by_rank):
         raise error
     if failed:
-        raise RuntimeError(f"some ranks cannot load {path}. {'; '.join(failed[:8])}. {_SHARE}") from error
+        raise RuntimeError(f"some ranks cannot load {shown}. {'; '.join(failed[:8])}. {_SHARE}") from error
     if len({kind for _, kind, _ in by_rank}) > 1:
         names = {True: "a folder", False: "a file"}
         kinds = [f"rank {rank} (on {host}): {names[kind]}" for rank, (_, kind, host) in enumerate(by_rank)]
-        raise RuntimeError(f"the ranks find different checkpoints at {path}. {', '.join(kinds[:8])}. {_SHARE}")
+        raise RuntimeError(f"the ranks find different checkpoints at {shown}. {', '.join(kinds[:8])}. {_SHARE}")
     assert content is not None
     return content

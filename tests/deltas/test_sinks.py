@@ -5,12 +5,16 @@ import runpy
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
@@ -29,6 +33,7 @@ from lightning_overlap.deltas import (
 from lightning_overlap.deltas.files import form
 from lightning_overlap.deltas.recording.writer import CutWriter
 from lightning_overlap.deltas.sinks import redis_sink
+from lightning_overlap.text import message_without_secrets, without_secrets
 
 from ..support.ranks import free_port
 from .histories import MemorySink, assert_equal, begun, empty_tables, updated
@@ -131,6 +136,39 @@ def test_a_server_that_is_not_there_is_told_without_its_password() -> None:
             use()
         assert "secret" not in str(err.value)
     assert "secret" not in repr(sink)
+
+
+MARK = "Zq9"  # a secret consists of it and anything else
+_ANY = st.text(st.sampled_from("@/:?#&=%+ '\"[]-a1"), max_size=4)
+_SECRETS = st.builds(lambda *parts: MARK.join(parts), _ANY, _ANY, _ANY)
+
+
+@given(st.sampled_from(["redis", "rediss", "unix", "nosuch"]), st.sampled_from(["", "me", "a@b"]), _SECRETS)
+def test_a_password_never_shows_whatever_it_has(scheme: str, user: str, password: str) -> None:
+    address = f"{scheme}://{user}:{password}@127.0.0.1:1/0"
+    assert MARK not in without_secrets(address)
+    assert MARK not in message_without_secrets(f"cannot reach {address}: {password} is wrong", address)
+    said = []
+    try:
+        said.append(repr(resolve_sink(address)))
+    except SinkError as err:
+        said += traceback.format_exception(err)
+    assert said
+    assert MARK not in "".join(line for line in said if "address = " not in line)
+
+
+@given(
+    st.sampled_from(["sig", "SIG", "token", "sas_token", "X-Amz-Signature", "password", "account_key", "accessKeyId"]),
+    _SECRETS.filter(lambda one: "&" not in one),
+)
+def test_a_secret_option_never_shows(name: str, secret: str) -> None:
+    address = f"https://account.blob.core.windows.net/a/deltas?sv=2024&{name}={secret}&se=2027"
+    assert MARK not in without_secrets(address)
+    assert without_secrets(address).startswith("https://account.blob.core.windows.net/a/deltas?sv=2024&")
+    for quoted in (quote(secret, safe=""), quote_plus(secret)):
+        text = f"cannot GET {address.replace(secret, quoted)}: 403, sig=x&{name}={quoted}"
+        assert MARK not in message_without_secrets(text)
+    assert MARK not in repr(RedisSink(f"redis://host/0?{name}={quote(secret, safe='')}"))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import IO, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ...text import without_secrets
 from ..files import FileName, Piece, joined
-from .sink import as_sink_error, without_password
+from .sink import as_sink_error
 
 _WHOLE_PUTS = frozenset(  # file systems with atomic writes
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
@@ -40,7 +41,7 @@ class FolderSink:
             self._files, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **options)
 
     def __repr__(self) -> str:
-        return f"FolderSink({without_password(self._given)!r})"
+        return f"FolderSink({without_secrets(self._given)!r})"
 
     def check(self) -> None:
         """Make the folder, and write and remove a file."""
@@ -104,7 +105,8 @@ class FolderSink:
 
     def _as_sink_error(self, what: str) -> AbstractContextManager[None]:
         return as_sink_error(
-            f"cannot {what} the folder of embedding deltas {without_password(self.path)!r}",
+            f"cannot {what} the folder of embedding deltas {without_secrets(self.path)!r}",
+            self.path,
             "Choose a folder that exists or can be made, and is writable.",
             *(OSError, ValueError),
         )

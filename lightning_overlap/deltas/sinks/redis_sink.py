@@ -6,8 +6,9 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from ...text import without_secrets
 from ..files import FileName
-from .sink import as_sink_error, without_password
+from .sink import as_sink_error
 
 _NAME = b"name"
 _PAGE = 1000
@@ -31,17 +32,15 @@ class RedisSink:
     """
 
     def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
-        self.url, _, query_text = url.partition("?")
-        query = dict(parse_qsl(query_text))
-        self.key = key or query.pop("key", None) or "embedding_deltas"
-        if query:
-            self.url += f"?{urlencode(query)}"
+        self.url, own_key = _without_key(url)
+        self.key = key or own_key or "embedding_deltas"
+        self._given, (self._shown, _) = url, _without_key(without_secrets(url))
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
         with self._as_sink_error("open"):
             _ = self._client
 
     def __repr__(self) -> str:
-        return f"RedisSink({without_password(self.url)!r}, key={self.key!r})"
+        return f"RedisSink({self._shown!r}, key={self.key!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_client"}
@@ -112,10 +111,19 @@ class RedisSink:
 
     def _as_sink_error(self, what: str) -> AbstractContextManager[None]:
         return as_sink_error(
-            f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}",
+            f"cannot {what} the stream {self.key!r} of embedding deltas at {self._shown}",
+            self._given,
             "Start the server, or correct its address and password: redis://user:password@host:port/0.",
             *(_redis().RedisError, OSError, ValueError),
         )
+
+
+def _without_key(url: str) -> tuple[str, str | None]:
+    """Return an address without its option `key`, and that option."""
+    before, _, query_text = url.partition("?")
+    query = dict(parse_qsl(query_text))
+    key = query.pop("key", None)
+    return before + f"?{urlencode(query, safe='*')}" * bool(query), key
 
 
 def _redis() -> Any:

@@ -1,10 +1,10 @@
 """The errors of sinks, and what a sink may have besides its protocol."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+from ...text import message_without_secrets, without_secrets
 from ..files import DeltaSink, Piece, joined
 
 
@@ -26,17 +26,18 @@ def writes_pieces(sink: Any) -> Callable[[str, Sequence[Piece]], None]:
 
 
 @contextmanager
-def as_sink_error(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Replace exceptions of some `kinds` by a `SinkError` with problem, reason (without passwords) and advice."""
+def as_sink_error(problem: str, address: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Replace exceptions of some `kinds` by a `SinkError` with problem, reason (without the address's secrets), advice.
+
+    Such an exception is its cause, unless the address has secrets: a traceback shows causes as they are.
+    """
     try:
         yield
     except SinkError:
         raise
     except kinds as err:
-        reason = getattr(err, "strerror", None) or without_password(str(err)) or type(err).__name__
-        raise SinkError(f"{problem}: {reason}. {advice}") from err
-
-
-def without_password(address: str) -> str:
-    """Return an address without its password."""
-    return re.sub(r"(?<=://)([^:@/]*):[^@/]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", address))
+        has_secrets = without_secrets(address) != address
+        reason = message_without_secrets(getattr(err, "strerror", None) or str(err), address) or type(err).__name__
+        if has_secrets and isinstance(err, ValueError):  # it may name any piece of an address that it cannot read
+            reason = f"{type(err).__name__}; if its password has @ / : ? or #, write %40 %2F %3A %3F %23 for them"
+        raise SinkError(f"{problem}: {reason}. {advice}") from (None if has_secrets else err)
