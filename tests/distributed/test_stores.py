@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -62,6 +63,8 @@ CALLS = {
 def test_a_call_ends_though_the_server_does_not_answer(server: Server, name: str) -> None:
     assert server.store.add("n", 1) == 1
     os.kill(server.pid, signal.SIGSTOP)
+    while not all(") T " in path.read_text() for path in Path(f"/proc/{server.pid}/task").glob("*/stat")):
+        time.sleep(0.001)
     began = time.monotonic()
     with pytest.raises(NoAnswerError, match=r"store has not answered within 0\.5 s"):
         CALLS[name](server.store)
