@@ -49,7 +49,7 @@ class BatchStream:
         if self.states and not self._took and not self._iterated:
             # Resumed in the validation after an epoch's last batch. A loader whose iterator is a generator takes up its
             # state only when it is asked for a batch: the next epoch would begin, and end, where the last one ended.
-            with suppress(StopIteration):
+            with suppress(StopIteration), sigterm.fetching(self._trainer):
                 next(self.inner.iterator)  # type: ignore[arg-type]
         self._iterate_inner()
         self.states = self._read_states()
@@ -157,7 +157,8 @@ class BatchStream:
             if not self._inner_is_exhausted:
                 self._took = True
                 with suppress(StopIteration), NOTHING if timer is None else timer.data():
-                    batch, batch_idx, dataloader_idx = next(self.inner)
+                    with sigterm.fetching(self._trainer):
+                        batch, batch_idx, dataloader_idx = next(self.inner)
                     if self.inner.length is None:  # it holds the next batch; this batch was copied when it came
                         self._own_those_of_inner()
                     else:
@@ -177,7 +178,8 @@ class BatchStream:
 
     def _iterate_inner(self) -> None:
         self._iterated = True
-        iter(self.inner)
+        with sigterm.fetching(self._trainer):
+            iter(self.inner)
         self._own_those_of_inner()
 
     def _own_those_of_inner(self) -> None:

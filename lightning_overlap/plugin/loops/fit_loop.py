@@ -150,7 +150,7 @@ class _FitLoopMixin(FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.trainer.strategy.end_epoch()  # type: ignore[attr-defined]
-        with preemption.before_lightning_leaves(self.trainer):
+        with sigterm.before_lightning_leaves(self.trainer):
             super().on_advance_end()
         # A signal in the last steps of the epoch comes too late for the polls about batches.
         _leave_if_agreed(self.trainer)
@@ -204,7 +204,7 @@ class _EpochLoopMixin(EpochLoop):
         resume, found = self._resume, preemption.of(self.trainer)
         if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.walker is not None and found is not None:
             found.note_result(data_fetcher.walker.batches.save_agreed)
-        with preemption.before_lightning_leaves(self.trainer):
+        with sigterm.before_lightning_leaves(self.trainer):
             try:
                 super().on_advance_end(data_fetcher)
             except SIGTERMException:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ...compat.lightning import replace_requeue_handler, requeue_handler
 
@@ -83,14 +81,3 @@ def finish(trainer: Trainer) -> None:
     if (preemption := of(trainer)) is not None:
         preemption.poll()
         preemption.requeue()
-
-
-@contextmanager
-def before_lightning_leaves(trainer: Trainer) -> Iterator[None]:
-    """On one rank Lightning itself raises a SIGTERMException within this context: save and requeue before that."""
-    try:
-        yield
-    except SIGTERMException:
-        if trainer.world_size == 1 and (preemption := of(trainer)) is not None:
-            preemption.requeue()
-        raise
