@@ -4,7 +4,8 @@ import ctypes
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,25 @@ def being_replaced(path: Path) -> Path:
 
 
 def write_synced(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file by a function of the open file; it survives a power failure."""
-    with path.open("wb") as file:
+    """Write a file by a function of the open file; it survives a power failure. An OSError if the disk is full."""
+    with disk_errors(), path.open("wb") as file:
         write(file)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raise the error of the disk that another error hides: torch writes the end of a file that it could not write."""
+    try:
+        yield
+    except Exception as err:
+        hidden: BaseException | None = err
+        while hidden is not None and not isinstance(hidden, OSError):
+            hidden = hidden.__cause__ or hidden.__context__
+        if hidden is None or hidden is err:
+            raise
+        raise hidden from None
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:

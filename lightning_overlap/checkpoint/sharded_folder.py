@@ -26,7 +26,7 @@ from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, together
 from ..tables import ShardedStateNames
 from ..text import check_known, some, without_secrets
-from .atomic import atomic_replace, being_replaced, remove, sibling, write_synced
+from .atomic import atomic_replace, being_replaced, disk_errors, remove, sibling, write_synced
 from .checksums import CHECKSUMS_NAME, Checksums, HashingFiles, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .not_checkpoints import METADATA_NAME, DamagedError, damaged, damaged_part, why_no_checkpoint
@@ -176,11 +176,20 @@ def _write(path: Path, also: Path | None, group: Group, name: str, rest: memoryv
     with writing(path):
         on_rank_zero(begin, group)
         # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
-        writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
+        writer = _Writer(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
         writer.fs = files = HashingFiles()
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         written = gather_objects(files.written, group)
         on_rank_zero(finish, group)
+
+
+class _Writer(FileSystemWriter):
+    """Writes shards; ranks send each other the error of the disk."""
+
+    @override
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with disk_errors():
+            return super().write_data(*args, **kwargs)
 
 
 class _OneCopy(DefaultSavePlanner):

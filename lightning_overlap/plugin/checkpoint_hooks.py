@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -91,10 +93,22 @@ class SavesShards(HasRun):
         with self.saving():
             self._save(checkpoint, self.broadcast(filepath), storage_options)
 
+    def check_checkpoint_paths(self, trainer: Trainer) -> None:
+        """Raise a ValueError before training if a callback would save where its checkpoints cannot be."""
+        for callback in trainer.checkpoint_callbacks if self._format_of_saves == SHARDED else []:
+            saves = not isinstance(callback, ModelCheckpoint) or callback.save_top_k != 0 or bool(callback.save_last)
+            folder = getattr(callback, "dirpath", None)  # a ModelCheckpoint without one has got it in its set-up
+            if saves and folder is not None:
+                checkpoints.check_folder_path(folder, None)
+
+    @property
+    def _format_of_saves(self) -> str:
+        """The format of new checkpoints; known once the tables are sharded."""
+        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self._module)
+        return self.checkpoint_format or (FULL if whole else SHARDED)
+
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        module = self._module
-        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(module)
-        saved_format = self.checkpoint_format or (FULL if whole else SHARDED)
+        module, saved_format = self._module, self._format_of_saves
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks.
         fit_loop = _fit_loop(checkpoint)
         gathered = gather_objects((fit_loop.get(_LOADER), fit_loop.pop(METRICS, None)), self.checkpoint_group)

@@ -247,6 +247,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
 
     def _begin_fit(self, run: Run, streams: Streams, sends_embeddings: bool) -> None:
         module, schedule, is_first = self._module, self.schedule, self.global_rank == 0
+        self.check_checkpoint_paths(run.trainer)
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
             unsupported.warn_of_ignored_options(run.trainer, module)

@@ -1,6 +1,7 @@
 """Save, load, go on. Functions that ranks run."""
 
 import dataclasses
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_overlap.tables.sharded_module import tbes
 from lightning_overlap.tables.supported_modules import sharded_modules
 
 from ..support import modules
-from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.cases import TABLE_WISE, Batches, Case, Model, TableSpec, make_plan
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
@@ -167,6 +168,36 @@ def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
         trainer.save_checkpoint(path, storage_options=storage_options)
     except (ValueError, OSError) as err:
         return str(err)
+    return "saved"
+
+
+def fit_with_checkpoints_at(folder: str, **kwargs: Any) -> list[Any]:
+    """Return how many batches are trained, and how the fit ends."""
+    model = Model(TABLE_WISE)
+    saver = ModelCheckpoint(folder, every_n_train_steps=2)
+    trainer = make_trainer(make_strategy(model, **kwargs), callbacks=[saver], enable_checkpointing=True)
+    said = "trained"
+    try:
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+    except ValueError as err:
+        said = str(err).partition(". ")[0]
+    return [len(model.losses), said]
+
+
+def save_on_a_full_disk(folder: str, full_on: int, **kwargs: Any) -> str:
+    wide = Case("wide", tuple(TableSpec(f"t{table}", (f"f{table}",), dim=64) for table in range(2)))
+    model = Model(wide)
+    saver = ModelCheckpoint(folder, every_n_train_steps=2)
+    trainer = make_trainer(make_strategy(model, **kwargs), callbacks=[saver], enable_checkpointing=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == full_on:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        trainer.fit(model, datamodule=Batches(wide, 2))
+    except OSError as err:
+        return str(err)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return "saved"
 
 

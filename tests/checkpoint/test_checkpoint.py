@@ -310,6 +310,26 @@ def test_a_remote_path_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
         assert "with storage_options" in message
 
 
+def test_a_remote_folder_is_refused_before_training(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(checkpoints.fit_with_checkpoints_at, "memory://me:secret@bucket/runs"):
+        assert said == [0, "a sharded checkpoint must be a local folder, got 'memory://me:***@bucket/runs'"]
+    for said in two_ranks.run(checkpoints.fit_with_checkpoints_at, "memory://bucket/runs", checkpoint_format="full"):
+        assert said == [2, "trained"]
+
+
+@pytest.mark.parametrize(
+    ("full_on", "options"),
+    [(0, {"checkpoint_format": "full"}), (0, {}), (1, {}), (1, {"async_checkpoint": True})],
+    ids=str,
+)
+def test_every_rank_says_that_a_disk_is_full(
+    two_ranks: Ranks, tmp_path: Path, full_on: int, options: dict[str, Any]
+) -> None:
+    """Here by a limit of the size of files, which has an error number of its own."""
+    for said in two_ranks.run(checkpoints.save_on_a_full_disk, str(tmp_path), full_on, **options):
+        assert re.search(r"could not write the checkpoint .*File too large", said), said
+
+
 def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> None:
     def load(name: str, case: Case = TABLE_WISE) -> str:
         first, second = two_ranks.run(checkpoints.load_from, case, str(tmp_path / name))
