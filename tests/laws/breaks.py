@@ -586,7 +586,7 @@ def _half_compared(patch: pytest.MonkeyPatch) -> None:
 @breaks(
     16,
     "a preemption signal saves where it finds a rank",
-    "laws/test_preemption.py::test_one_rank[in an accumulation]",
+    "laws/test_preemption.py::test_every_place[in a validation]",
 )
 def _saves_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(preemption, "install", _nothing)
