@@ -117,9 +117,9 @@ class Spent:
 @contextmanager
 def _timed_parts(spent: Spent) -> Iterator[None]:
     from lightning_overlap import EmbeddingDeltas
-    from lightning_overlap.deltas.recording.touched_rows import TouchedRows
     from lightning_overlap.deltas.recording.writer import CutWriter
     from lightning_overlap.updated_rows import MarkedRows, UpdateWatch
+    from lightning_overlap.updated_rows.touched_rows import TouchedRows
 
     watch: Any = UpdateWatch._watch
     calls: dict[str, tuple[Any, str]] = {
@@ -314,7 +314,7 @@ def _Missed(every: int) -> Any:
     from lightning.pytorch import Callback
 
     from lightning_overlap.deltas.recording.cuts import merged_rows
-    from lightning_overlap.deltas.recording.touched_rows import TouchedRows
+    from lightning_overlap.updated_rows.touched_rows import TouchedRows
 
     class Missed(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, EmbeddingDeltas
-from lightning_overlap.deltas.recording.copies import ALIGNED_TO, LARGER, DeviceCopy, KeptMemory, _gather_rows
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.updated_rows import DeviceMarks, HostMarks
+from lightning_overlap.updated_rows.copies import ALIGNED_TO, LARGER, DeviceCopy, KeptMemory, _gather_rows
 
 from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, MakesInput, Model
 from ..support.pairs import pairwise

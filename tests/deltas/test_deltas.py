@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_overlap import MODES, EmbeddingDeltas, ExponentialMovingAverage, OverlapEmbeddingStrategy
 from lightning_overlap.deltas import CutFile, Piece, decode, parse_names
-from lightning_overlap.deltas.recording import cuts, touched_rows
-from lightning_overlap.deltas.recording.copies import KeptMemory, copy_on_host
+from lightning_overlap.deltas.recording import cuts
 from lightning_overlap.tuning import Auto
-from lightning_overlap.updated_rows import MarkedRows, UpdateWatch
+from lightning_overlap.updated_rows import MarkedRows, UpdateWatch, touched_rows
+from lightning_overlap.updated_rows.copies import KeptMemory, copy_on_host
 
 from ..support.cases import Batches, Case, Model, TableSpec, make_batch
 from ..support.fits import QUIET, make_trainer

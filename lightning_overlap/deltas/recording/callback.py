@@ -17,10 +17,10 @@ from typing_extensions import override
 from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
 from ...tables import ShardedStateNames, num_fused_writes, sharded_modules
+from ...updated_rows import TouchedRows
 from ..files import WEIGHT, FileError, FileName, Header, decode, encode_pieces, parse_names, read_header
 from ..sinks import DeltaSink, check_sink, resolve_sink
 from .cuts import Cut, DenseSource, base_files, columns_of_states, merged_rows
-from .touched_rows import TouchedRows
 from .writer import CutWriter
 
 FAILED, BUSY, READY = range(3)  # states of a rank's writer; all ranks act on the lowest state

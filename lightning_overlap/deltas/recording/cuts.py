@@ -8,8 +8,8 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from ...updated_rows import Field, RowCopy, to_host
 from ..files import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
-from .copies import Field, RowCopy, to_host
 
 FILE_BYTES = 5 << 20  # most bytes of rows in a file; larger files do not fit a core's cache and are slower
 WINDOW_BYTES = 64 << 20  # most bytes of values in a file of a base
@@ -17,6 +17,17 @@ WINDOW_BYTES = 64 << 20  # most bytes of values in a file of a base
 DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]  # copies, complete after the event (CUDA)
 
 T = TypeVar("T")
+
+
+def rows_of(field: Field, rows_N: Tensor, values_ND: Tensor) -> Rows:
+    """Return rows of the unsharded table, by their numbers in it, int64, and a field's values of them."""
+    shard = field.shard
+    shape, width = shard.shape, shard.weight.shape[1]
+    if field.is_row_wise and width == shape[1]:
+        shape = (shape[0], 1)
+    elif field.is_row_wise:  # each column shard has its own state for every row
+        values_ND = values_ND.expand(-1, width)
+    return Rows(shard.name, field.kind, shape, shard.first_column, rows_N, values_ND)
 
 
 class DenseSource:
@@ -49,7 +60,7 @@ class DenseSource:
                 differ = now_RD.contiguous().view(torch.uint8) != before_RD.contiguous().view(torch.uint8)
                 changed_N = differ.any(1).nonzero().squeeze(1)
             if len(changed_N):
-                rows.append(field.rows(changed_N, now_RD.index_select(0, changed_N)))
+                rows.append(rows_of(field, field.numbers(changed_N), now_RD.index_select(0, changed_N)))
         self._sent = tables
         return rows, dense
 
@@ -93,7 +104,7 @@ class Cut:
         with self._lock:
             if self._entries is None:
                 assert self._copies is not None
-                self._entries = self._copies[0].rows()
+                self._entries = [rows_of(*copied) for copied in self._copies[0].rows()]
             return self._entries
 
 
@@ -103,7 +114,7 @@ def base_files(header: Header, fields: Sequence[Field], source: DenseSource) -> 
     header = replace(header, num_chunks=len(plan) + 1)
     for pack in plan:
         rows = [
-            field.rows(torch.arange(first, end), field.values_RD[first:end].to("cpu", copy=True))
+            rows_of(field, field.numbers(torch.arange(first, end)), field.values_RD[first:end].to("cpu", copy=True))
             for field, first, end in pack
         ]
         yield str(header.name), encode_pieces(header, rows)

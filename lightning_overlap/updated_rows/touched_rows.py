@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime import TableAccess
-from ...tables import KernelShards
-from ...updated_rows import HostMarks, MarkedRows
-from ..files import Rows
-from .copies import DeviceCopy, Field, HostCopy, KeptMemory, RowCopy, copy_on_host, fields_of
+from ..runtime import TableAccess
+from ..tables import KernelShards
+from .copies import CopiedRows, DeviceCopy, Field, HostCopy, KeptMemory, RowCopy, copy_on_host, fields_of
+from .marked_rows import MarkedRows
+from .row_marks import HostMarks
 
 
 class TouchedRows:
@@ -91,7 +91,7 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # on a device other streams have not waited
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[Rows], Tensor]:
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedRows], Tensor]:
         rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
         shards = zip(self._fields_of_shards(), rows, strict=True)
         return copy_on_host([(field, rows_N) for shard, rows_N in shards if len(rows_N) for field in shard], self._kept)

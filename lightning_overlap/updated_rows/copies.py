@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime import Made, Streams
-from ...schedules import StreamName
-from ...tables import KernelShards, TableShard
-from ...updated_rows import DeviceMarks
-from ..files import WEIGHT, Rows
+from ..runtime import Made, Streams
+from ..schedules import StreamName
+from ..tables import KernelShards, TableShard
+from .row_marks import DeviceMarks
 
+WEIGHT = "weight"  # the kind of a field that is no optimizer state
 GATHERED_AT_ONCE = 1 << 17  # most rows to gather at once from tables of different widths: the index is large
 ALIGNED_TO = 64  # alignment of each tensor in lent memory, in bytes
 LARGER = 4  # kept memory is freed if it is larger than a request by more than this factor
@@ -29,16 +29,22 @@ class Field(NamedTuple):
     kind: str
     values_RD: Tensor
 
-    def rows(self, rows_N: Tensor, values_ND: Tensor) -> Rows:
-        """Return copied values with their row numbers in the shard, int64, as rows of the unsharded table."""
-        shard = self.shard
-        shape, width = shard.shape, shard.weight.shape[1]
-        rows_N = rows_N + shard.first_row if shard.first_row else rows_N
-        if values_ND.shape[1] != width == shape[1]:  # row-wise state
-            shape = (shape[0], 1)
-        elif values_ND.shape[1] != width:  # each column shard has its own state for every row
-            values_ND = values_ND.expand(-1, width)
-        return Rows(shard.name, self.kind, shape, shard.first_column, rows_N, values_ND)
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether it has one value per row, and the shard several columns."""
+        return self.values_RD.shape[1] != self.shard.weight.shape[1]
+
+    def numbers(self, rows_N: Tensor) -> Tensor:
+        """Return the numbers of the shard's rows, int64, in the unsharded table."""
+        return rows_N + self.shard.first_row if self.shard.first_row else rows_N
+
+
+class CopiedRows(NamedTuple):
+    """Rows of a field, copied to the host."""
+
+    field: Field
+    rows_N: Tensor  # their numbers in the unsharded table, int64
+    values_ND: Tensor
 
 
 def fields_of(kernel: KernelShards, *, states: bool) -> list[list[Field]]:
@@ -83,28 +89,28 @@ class KeptMemory:
         self._at_rest.append(memory)
 
 
-def copy_on_host(wanted: Sequence[tuple[Field, Tensor]], kept: KeptMemory) -> tuple[list[Rows], Tensor]:
+def copy_on_host(wanted: Sequence[tuple[Field, Tensor]], kept: KeptMemory) -> tuple[list[CopiedRows], Tensor]:
     """Copy rows, `(N,)` int64, of host tables in any thread; return them and their memory, for `give_back`."""
     shapes = [((len(rows_N), values_RD.shape[1]), values_RD.dtype) for (_, _, values_RD), rows_N in wanted]
     lent, memory = kept.lend(shapes)
     copied = []
     for (field, rows_N), values_ND in zip(wanted, lent, strict=True):
         torch.index_select(field.values_RD, 0, rows_N, out=values_ND)
-        copied.append(field.rows(rows_N, values_ND))
+        copied.append(CopiedRows(field, field.numbers(rows_N), values_ND))
     return copied, memory
 
 
 class HostCopy:
     """Rows that a thread copies with `copy_on_host`."""
 
-    def __init__(self, copying: Future[tuple[list[Rows], Tensor]], kept: KeptMemory) -> None:
+    def __init__(self, copying: Future[tuple[list[CopiedRows], Tensor]], kept: KeptMemory) -> None:
         self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
         """Wait until the rows are copied."""
         self._copying.exception()
 
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[CopiedRows]:
         """Wait for the copied rows and return them, in any thread."""
         return self._copying.result()[0]
 
@@ -135,7 +141,7 @@ class DeviceCopy:
         """Let the current stream wait until the rows are gathered; the host does not wait."""
         self._streams.give_to_caller(Made((), self._streams.lookup, self._event))
 
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[CopiedRows]:
         """Copy the gathered rows to the host and return them; call this once, in any thread."""
         if self._copying is None:
             return [rows for take in self._gathered for rows in take()]
@@ -152,14 +158,14 @@ class DeviceCopy:
 RowCopy: TypeAlias = HostCopy | DeviceCopy
 
 
-def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[Rows]]:
+def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[CopiedRows]]:
     """Gather a kernel's marked rows on the current stream; return what copies them to the host and waits for them."""
     kernel.write_back_cache()
     rows, num_marked = marks.take()
     kinds = [*zip(*fields_of(kernel, states=states), strict=True)]
     gathered = [_gather_rows([field.values_RD for field in fields], marks, rows) for fields in kinds]
 
-    def take() -> list[Rows]:
+    def take() -> list[CopiedRows]:
         num_rows = int(num_marked)
         on_host = to_host(rows[:num_rows])
         values = [to_host(of_kind[:num_rows]) for of_kind in gathered]
@@ -171,7 +177,7 @@ def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callab
             for field, first, (start, end) in zip(fields, marks.first_rows, pairwise(ends), strict=False):
                 if end > start:
                     values_ND = of_kind[start:end, : field.values_RD.shape[1]].contiguous()
-                    copied.append(field.rows(on_host[start:end] - first, values_ND))
+                    copied.append(CopiedRows(field, field.numbers(on_host[start:end] - first), values_ND))
         return copied
 
     return take
