@@ -3,10 +3,12 @@
 from .atomic import discard, discard_with_leftovers, lead, links_to
 from .dense_state import by_name
 from .full_file import check_file, gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
+from .incremental import Increments
 from .not_checkpoints import DamagedError, why_no_checkpoint
+from .parts import AVERAGES
 from .sharded_folder import (
-    AVERAGES,
     FULL,
+    INCREMENTAL,
     SHARDED,
     FolderSaver,
     check_folder_path,

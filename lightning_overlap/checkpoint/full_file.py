@@ -19,13 +19,10 @@ from .atomic import atomic_replace, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .not_checkpoints import DamagedError
+from .parts import AVERAGES, FUSED, MODEL, TABLE_OPTIMIZERS
 from .plain_state import take_plain_state
 from .sharded_folder import (
-    AVERAGES,
-    FUSED,
     FUSED_CLASSES,
-    MODEL,
-    TABLE_OPTIMIZERS,
     is_rank_zero,
     on_rank_zero,
     read_file,

@@ -9,6 +9,9 @@ from ..text import some
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and has the unsharded state: loops, callbacks, dense optimizers."""
 
+INCREMENT_NAME = "increment.pt"
+"""What a folder of changed rows has in its place."""
+
 _ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 _OLD = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # in the first bytes of one of `_use_new_zipfile_serialization=False`
 _LFS = b"version https://git-lfs"
@@ -28,7 +31,8 @@ def why_no_checkpoint(path: Path) -> str | None:
     Only the kind of a file is looked at. Raises an OSError if it cannot be read.
     """
     if path.is_dir():
-        return None if (path / METADATA_NAME).is_file() else f"{path} is {_kind_of_folder(path)}"
+        is_one = (path / METADATA_NAME).is_file() or (path / INCREMENT_NAME).is_file()
+        return None if is_one else f"{path} is {_kind_of_folder(path)}"
     with open(path, "rb") as file:
         head = file.read(200)
     if _OLD in head[:40]:

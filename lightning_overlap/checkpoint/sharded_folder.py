@@ -29,24 +29,28 @@ from ..text import check_known, some, without_secrets
 from .atomic import atomic_replace, being_replaced, disk_errors, remove, sibling, write_synced
 from .checksums import CHECKSUMS_NAME, Checksums, HashingFiles, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
-from .not_checkpoints import METADATA_NAME, DamagedError, damaged, damaged_part, why_no_checkpoint
+from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, put_rows
+from .not_checkpoints import INCREMENT_NAME, METADATA_NAME, DamagedError, damaged, damaged_part, why_no_checkpoint
+from .parts import AVERAGES, FUSED, MODEL, TABLE_OPTIMIZERS
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
 
-SHARDED, FULL = FORMATS = "sharded", "full"  # a folder written by all ranks; one file, gathered on rank 0
+SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
+"""A folder written by all ranks; one file, gathered on rank 0; folders of which most have changed rows only."""
 
 State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
-MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
-"""Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-AVERAGES = "lightning_overlap_averages"
-"""Part of a folder, and entry of a checkpoint: averages of weights by the names of the weights in `state_dict`."""
 FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
 _SAVE = "lightning_overlap_save"  # entry of `meta.pt`: the identity of the save, which its checksums have too
+_BASE = "lightning_overlap_base"  # entry of `increment.pt`: the identity of the save of its base
 _OTHER_TABLES = "Was it saved from other tables?"
 
 
-def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
-    """Raise a ValueError if the format is unknown, or is "full" with `async_checkpoint`."""
+def check_format(checkpoint_format: str | None, async_checkpoint: bool, most_increments: float) -> None:
+    """Raise a ValueError if the format is unknown, is "full" with `async_checkpoint`, or for a negative number."""
+    if isinstance(most_increments, bool) or not isinstance(most_increments, int | float):
+        raise TypeError(f"most_increments is a part of a whole checkpoint's bytes, got {most_increments!r}.")
+    if not most_increments >= 0:
+        raise ValueError(f"most_increments must be 0 or more, got {most_increments}.")
     if checkpoint_format is not None:
         check_known("checkpoint_format", checkpoint_format, FORMATS)
     if checkpoint_format == FULL and async_checkpoint:
@@ -58,7 +62,7 @@ def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
 
 def is_folder(path: Path) -> bool:
     """Return whether a path is a folder of `FolderSaver`."""
-    return (path / METADATA_NAME).is_file()
+    return any((path / name).is_file() for name in (METADATA_NAME, INCREMENT_NAME))
 
 
 def check_folder_path(path: Any, storage_options: Any) -> None:
@@ -97,18 +101,30 @@ class FolderSaver:
         self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
 
     def save(
-        self, checkpoint: dict[str, Any], path: Path, model: nn.Module, *, asynchronous: bool, also: Path | None
+        self,
+        checkpoint: dict[str, Any],
+        path: Path,
+        model: nn.Module,
+        *,
+        asynchronous: bool,
+        also: Path | None,
+        increments: Increments | None = None,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        Moves sharded state out of `checkpoint`. Raises as `wait` does, also for an earlier save.
+        Moves sharded state out of `checkpoint`. With `increments` rows that did not change are not written, if it can
+        be. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         state = take_state(checkpoint, model, self._group)
+        increment = None if increments is None else increments.take(state, path)
         buffer, name = io.BytesIO(), uuid.uuid4().hex
         if is_rank_zero(self._group):
-            torch.save({**checkpoint, _SAVE: name}, buffer)
-        write = partial(_write, path, also, self._group, name, buffer.getbuffer())
+            checkpoint = {**checkpoint, _SAVE: name}
+            if increment is not None:
+                checkpoint[_BASE] = increment.base_save
+            torch.save(checkpoint, buffer)
+        write = partial(_write, path, also, self._group, name, buffer.getbuffer(), increments, increment)
         if not asynchronous:
             write(state)
             return
@@ -160,17 +176,38 @@ def _in_words(err: BaseException) -> str:
     return "; ".join(f"rank {rank}: {error}" for error, rank in ranks.items())
 
 
-def _write(path: Path, also: Path | None, group: Group, name: str, rest: memoryview, state: State) -> None:
+def _write(
+    path: Path,
+    also: Path | None,
+    group: Group,
+    name: str,
+    rest: memoryview,
+    increments: Increments | None,
+    increment: Increment | None,
+    state: State,
+) -> None:
     def begin() -> None:
         remove(unfinished)
         unfinished.mkdir(parents=True)
+        if increment is not None:
+            increment.link(unfinished)
 
     def finish() -> None:
-        files = {key: value for of_rank in written for key, value in of_rank.items()}
-        checksums = Checksums(path, name, {**files, METADATA_NAME: (len(rest), checksum_of(rest))})
+        files = {key: value for of_rank, _ in written for key, value in of_rank.items()}
+        last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest}
+        if increment is not None:
+            for _, rows in written:
+                increment.rows.update(rows)
+            files |= {key: file[:2] for key, file in increment.rows.items()}
+            last[ROWS_NAME] = memoryview(increment.index())
+        files |= {key: (len(content), checksum_of(content)) for key, content in last.items()}
+        checksums = Checksums(path, name, files)
         write_synced(unfinished / CHECKSUMS_NAME, lambda file: file.write(checksums.encode()))
-        write_synced(unfinished / METADATA_NAME, lambda file: file.write(rest))
+        for key, content in last.items():
+            write_synced(unfinished / key, partial(_put, content))
         atomic_replace(unfinished, path, also)
+        if increments is not None:
+            increments.saved(path, name, sum(size for size, _ in files.values()), increment)
 
     unfinished = sibling(path, "unfinished")
     with writing(path):
@@ -179,8 +216,19 @@ def _write(path: Path, also: Path | None, group: Group, name: str, rest: memoryv
         writer = _Writer(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
         writer.fs = files = HashingFiles()
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
-        written = gather_objects(files.written, group)
+        rows = {} if increment is None else together(partial(increment.write, unfinished, _rank(group)), group)
+        written = gather_objects((files.written, rows), group)
         on_rank_zero(finish, group)
+    if increments is not None:
+        increments.end_save()
+
+
+def _put(content: memoryview, file: Any) -> None:
+    file.write(content)
+
+
+def _rank(group: Group) -> int:
+    return 0 if group is None else group.rank()
 
 
 class _Writer(FileSystemWriter):
@@ -266,8 +314,9 @@ def load_folder(
         check_sizes(state[AVERAGES], {key: size for key, (size, _) in there.items()})
     state = {part: values for part, values in state.items() if values}
     try:
-        reader, planner = SafeReader(path), SafePlanner(weights_only)
-        load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        for folder, pieces in _by_folder(path, state, saved).items():
+            reader, planner = SafeReader(folder), SafePlanner(weights_only)
+            load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as err:  # on every rank
         errors = [error for error, _ in err.failures.values()]
         for error in errors:
@@ -277,6 +326,8 @@ def load_folder(
             if isinstance(error, pickle.UnpicklingError):
                 raise _untrusted(path, error) from err
         raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
+    if _is_incremental(path):
+        together(partial(put_rows, path, read_checksums(path), state), group, alike=(DamagedError,))
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
@@ -286,22 +337,56 @@ def load_folder(
 
 def _read_rest(path: Path, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
     """Return what `meta.pt` has; with `checks_all` raise a DamagedError if any file is missing, short or long."""
-    checksums = read_checksums(path)
+    checksums, rest_name = read_checksums(path), INCREMENT_NAME if _is_incremental(path) else METADATA_NAME
     if checksums is not None:
-        checksums.check(METADATA_NAME)
+        checksums.check(rest_name)
         for name in checksums.files if checks_all else ():
             checksums.check_size(name)
-    rest = read_file(path / METADATA_NAME, weights_only=weights_only)
-    save_name = rest.pop(_SAVE, "")
-    if checksums is None and save_name:
+    rest = read_file(path / rest_name, weights_only=weights_only)
+    save, base_save = rest.pop(_SAVE, ""), rest.pop(_BASE, None)
+    if checksums is None and (save or rest_name != METADATA_NAME):
         raise DamagedError(damaged_part(path, CHECKSUMS_NAME, "is missing"))
-    if checksums is not None and checksums.save != save_name:
-        raise DamagedError(damaged_part(path, CHECKSUMS_NAME, f"is of another save than its {METADATA_NAME}"))
+    if checksums is not None and checksums.save != save:
+        raise DamagedError(damaged_part(path, CHECKSUMS_NAME, f"is of another save than its {rest_name}"))
+    if base_save is not None:
+        base = read_checksums(path / BASE_FOLDER)
+        if base is None:
+            raise DamagedError(damaged_part(path, f"{BASE_FOLDER}/{CHECKSUMS_NAME}", "is missing"))
+        if base.save != base_save:
+            raise DamagedError(damaged_part(path, BASE_FOLDER, "is of another save"))
+        for name in base.files.keys() - {METADATA_NAME} if checks_all else ():
+            base.check_size(name)
     return rest
+
+
+def _is_incremental(path: Path) -> bool:
+    return (path / INCREMENT_NAME).is_file()
 
 
 def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return part -> name -> shape and dtype of the tensors in a folder; None for `objects` (of `get_extra_state`)."""
+    own = _listed(path, objects)
+    if _is_incremental(path):
+        for part, pieces in _listed(path / BASE_FOLDER, objects).items():
+            if part in (MODEL, FUSED):  # what increments have rows of; all else is in each of them
+                own[part] = {**pieces, **own[part]}
+    return own
+
+
+def _by_folder(path: Path, state: State, saved: Mapping[str, Mapping[str, Any]]) -> dict[Path, State]:
+    """Return the folders of a checkpoint, each with the pieces that are loaded from it."""
+    if not _is_incremental(path):
+        return {path: state}
+    own = _listed(path, [key for key, entry in saved[MODEL].items() if entry is None])
+    divided: dict[Path, State] = {path / BASE_FOLDER: {}, path: {}}
+    for part, pieces in state.items():
+        for name, piece in pieces.items():
+            folder = path if name in own.get(part, {}) else path / BASE_FOLDER
+            divided[folder].setdefault(part, {})[name] = piece
+    return divided
+
+
+def _listed(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
     for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")

@@ -1,7 +1,7 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .. import checkpoint as checkpoints
-from ..checkpoint import FULL, SHARDED, FolderSaver
+from ..checkpoint import FULL, INCREMENTAL, SHARDED, FolderSaver, Increments
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
 from ..text import without_secrets
 from . import checkpoint_links, found_checkpoints
 from .loops import METRICS
-from .run import HasRun
+from .run import Fit, HasRun
 
 # Entries of a checkpoint.
 _LOADERS, _LOADER = "loader_states", "combined_loader"  # states of every rank's data loaders; Lightning's, of this rank
@@ -33,6 +33,7 @@ class SavesShards(HasRun):
 
     checkpoint_format: str | None
     async_checkpoint: bool
+    most_increments: float
     _newest: Path | None = None  # the newest checkpoint
     _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
@@ -93,9 +94,21 @@ class SavesShards(HasRun):
         with self.saving():
             self._save(checkpoint, self.broadcast(filepath), storage_options)
 
+    def begin_increments(self, fit: Fit, undo: ExitStack) -> None:
+        """Begin to mark the rows that the next checkpoint has to have; all ranks call this as a fit begins."""
+        if self.checkpoint_format == INCREMENTAL:
+            if hands_out_rows(self._module):
+                raise ValueError(
+                    "checkpoint_format='incremental' cannot hold managed collision modules, whose rows change with "
+                    "their ids. Use checkpoint_format='sharded'."
+                )
+            access = fit.sparse.table_access
+            fit.increments = Increments(self._module, access, self.checkpoint_group, self.most_increments)
+            undo.callback(fit.increments.detach)
+
     def check_checkpoint_paths(self, trainer: Trainer) -> None:
         """Raise a ValueError before training if a callback would save where its checkpoints cannot be."""
-        for callback in trainer.checkpoint_callbacks if self._format_of_saves == SHARDED else []:
+        for callback in trainer.checkpoint_callbacks if self._format_of_saves != FULL else []:
             saves = not isinstance(callback, ModelCheckpoint) or callback.save_top_k != 0 or bool(callback.save_last)
             folder = getattr(callback, "dirpath", None)  # a ModelCheckpoint without one has got it in its set-up
             if saves and folder is not None:
@@ -137,7 +150,11 @@ class SavesShards(HasRun):
             # Outside of training nothing would wait for it, nor raise its error.
             in_fit = self._running_trainer is not None and self._fits
             asynchronous = self.async_checkpoint and in_fit and not self._saves_at_once
-            self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
+            # Without optimizers a checkpoint has other state than the increments.
+            increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
+            self._folder_saver.save(
+                checkpoint, path, module, asynchronous=asynchronous, also=first, increments=increments
+            )
         # From here on "last" finds this checkpoint as soon as it is complete.
         self._newest = path  # complete before `on_commit` calls anything
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:

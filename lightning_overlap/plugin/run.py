@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 
-from ..checkpoint import Piece
+from ..checkpoint import Increments, Piece
 from ..compat.lightning import Strategy
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, SharedCalls, groups
@@ -32,6 +32,7 @@ class Fit:
         self.tuner = tuner  # tries modes until it has chosen one; None if the user has named a mode
         self.split_layers: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
         self.walker: Walker | None = None  # None until the fit loop wants its first batch
+        self.increments: Increments | None = None  # with checkpoint_format="incremental"
 
     def disturbs(self, what: str) -> None:
         """Tell the tuner that `what` takes time between two steps, which then do not count; all ranks call this."""

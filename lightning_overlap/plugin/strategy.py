@@ -107,10 +107,13 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             with the same state) or None (it trains). Before each backward the ranks then exchange a flag.
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
-            of rank 0, which the unsharded module can load), or None: sharded above one rank or with
-            `async_checkpoint`. A run loads both formats, from any number of ranks and any sharding plan.
+            of rank 0, which the unsharded module can load), `incremental` (folders that have the rows which changed,
+            and hard links to what an earlier one has), or None: sharded above one rank or with `async_checkpoint`. A
+            run loads all formats, from any number of ranks and any sharding plan.
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.
+        most_increments: With `checkpoint_format="incremental"`: once the changed rows since the last whole checkpoint
+            have more than this part of its bytes, the next one is whole. 0: all are whole.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
         timeout: How long a rank waits for the others in a collective: a number of seconds or a `datetime.timedelta`, in
             LightningCLI also "h:mm:ss". None: torch's default, 30 minutes.
@@ -139,6 +142,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
+        most_increments: float = 0.5,
         calm_libraries: bool = True,
         timeout: timedelta | float | None = default_pg_timeout,
         **kwargs: Any,
@@ -155,7 +159,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         _check_queued_steps(max_queued_steps)
         check_known("choice", out_of_range_ids, get_args(OutOfRangeIds), "out_of_range_ids: ")
         check_nonfinite(nonfinite)
-        checkpoints.check_format(checkpoint_format, async_checkpoint)
+        checkpoints.check_format(checkpoint_format, async_checkpoint, most_increments)
         if not (observer is None or callable(observer)):
             raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
 
@@ -172,6 +176,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self._max_queued_steps, self._out_of_range_ids = max_queued_steps, out_of_range_ids
         self.nonfinite = nonfinite
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
+        self.most_increments = most_increments
         self._observer, self._calm_libraries = observer, calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
 
@@ -262,6 +267,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         fit = run.fit = Fit(sparse, rates, self._tuner)
         run.undo.callback(sparse.detach)
         sparse.attach()
+        self.begin_increments(fit, run.undo)
         whole = why_whole(module, self.optimizers, compat.ddp_options(self), sparse)
         check_all_ranks(schedule.name, whole, self.gather)
         if whole is None and (schedule.splits_backward or fit.tuner is not None):

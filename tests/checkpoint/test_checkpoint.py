@@ -19,7 +19,7 @@ from ..support.ranks import RankError, Ranks
 from . import checkpoints, saves
 from .checkpoints import EPOCH, DenseAdam, Keyed, Scheduled, Trained, train, whole
 
-FORMATS = ("sharded", "full")
+FORMATS = ("sharded", "full", "incremental")
 
 
 @pytest.fixture(params=FORMATS)
@@ -58,7 +58,7 @@ def test_resume_equals_not_stopping(
     ranks: Ranks, case: Case, model_class: type[Model], checkpoint_format: str, tmp_path: Path
 ) -> None:
     goes_on(ranks, case, tmp_path, model_class=model_class, checkpoint_format=checkpoint_format)
-    assert (tmp_path / "a" / "epoch=0.ckpt").is_dir() == (checkpoint_format == "sharded")
+    assert (tmp_path / "a" / "epoch=0.ckpt").is_dir() == (checkpoint_format != "full")
 
 
 def test_a_hook_after_training_loads_the_state_of_fused_optimizers(
@@ -94,7 +94,10 @@ PLANS = ("1 0", "cw cw", "rw rw")
     [
         ("cw cw", "sharded", ROWWISE_ADAGRAD),  # whose state of a column has no exact counterpart
         ("cw cw", "full", ROWWISE_ADAGRAD),
+        ("cw cw", "incremental", ROWWISE_ADAGRAD),
+        ("rw rw", "incremental", ROWWISE_ADAGRAD),
         ("1 0", "sharded", ADAGRAD),
+        ("cw cw", "incremental", ADAGRAD),
         ("rw rw", "full", ROWWISE_ADAGRAD),
         ("cw cw", "full", ADAGRAD),
     ],

@@ -1,0 +1,272 @@
+"""Checkpoint folders with the rows that changed since an earlier checkpoint, and hard links to what that one has.
+
+Such a folder is complete by itself: it may be moved, and others may be removed. It has
+
+- `base/`: the files of a whole checkpoint, as hard links;
+- `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`; hard links but for
+  the newest K. `rows.json` says which file has what, in the order in which they are applied;
+- `.metadata` and `*.distcp`: all that is no row of a fused table, as of this save, in the place of what `base/` has;
+- `increment.pt`, in the place of a whole folder's `meta.pt`: readers that do not know increments find no checkpoint.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypedDict
+
+from ..distributed import Group, gather_objects, warn_on_rank_zero
+from ..runtime import TableAccess
+from ..updated_rows import RowCopy, TouchedRows
+from .atomic import disk_errors
+from .checksums import CHECKSUMS_NAME, Checksums, HashedFile
+from .not_checkpoints import METADATA_NAME, DamagedError, damaged_part
+from .parts import FUSED, MODEL
+from .table_state import KERNEL_KINDS, Piece, StateKey, local_parts
+
+BASE_FOLDER, ROWS_NAME = "base", "rows.json"
+
+Place: TypeAlias = tuple[str, str, int, int, int, int]
+"""What a file of rows has of one piece: part, name, first row, last row + 1, first column, last column + 1."""
+
+
+class RowsEntry(TypedDict):
+    """Rows of one piece of state."""
+
+    part: str
+    name: str
+    first_column: int
+    rows: Tensor  # (N,), int64: their numbers in the unsharded table
+    values: Tensor  # (N, columns), or (N,) of row-wise state
+
+
+class RowsFile(NamedTuple):
+    """What a file of rows is and has."""
+
+    size: int  # in bytes
+    checksum: str
+    places: list[Place]
+
+
+class _Newest(NamedTuple):
+    """What the next increment stands on: the newest checkpoint. Only rank 0, which makes the links, knows it."""
+
+    folder: Path
+    identity: tuple[int, int]  # of its file of checksums: while it has that one, the folder is as it was saved
+    is_whole: bool
+    rows: dict[str, RowsFile]  # its files of rows
+    base_save: str  # identity of the save of its base, or of its own
+    base_bytes: int
+
+
+class Increments:
+    """The incremental checkpoints of one fit: which rows changed since the newest, and what the next may stand on.
+
+    A save is whole if there is none before it, if the newest is gone or failed, if tables were written other than by
+    their backward since, or if the rows since the last whole one have more than `most` times its bytes. All ranks make
+    the same calls. Raises a ValueError for managed collision modules.
+    """
+
+    def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
+        self._touched = TouchedRows(model, access, rank=0 if group is None else group.rank(), states=True)
+        self._group, self._most = group, most
+        mine = {field.shard.name for field in self._touched.fields}
+        self._tables = {name for names in gather_objects(mine, group) for name in names}
+        self._num_writes = 0
+        self._is_saved = False  # whether what the marks are since has been saved
+        self._newest: _Newest | None = None
+        self._can_link = True
+        self._num = 0  # of increments in this fit, for the names of their files
+
+    def detach(self) -> None:
+        """Stop marking."""
+        self._touched.detach()
+
+    def take(self, state: dict[str, dict[str, Any]], path: Path) -> "Increment | None":
+        """Return the rows for a save at `path`, and take their pieces out of `state`; None if it has to be whole."""
+        is_rank_zero = self._group is None or self._group.rank() == 0
+        follows = self._is_saved and self._touched.num_writes == self._num_writes
+        follows = follows and not (is_rank_zero and not self._can_follow(path))
+        self._is_saved = False  # until this save is complete
+        if not all(gather_objects(follows, self._group)):
+            self._touched.begin_base()
+            self._num_writes = self._touched.num_writes
+            return None
+        pieces = [
+            (part, name, state[part].pop(name))
+            for part in (MODEL, FUSED)
+            for name in list(state.get(part, ()))
+            if self._is_of_rows(part, name)
+        ]
+        copy = self._touched.copy()
+        copy.wait_copied()  # from here on the user may write tables
+        self._num += 1
+        return Increment(copy, pieces, self._newest, self._num)
+
+    def _can_follow(self, path: Path) -> bool:
+        newest = self._newest
+        if newest is None or not self._can_link:
+            return False
+        if sum(file.size for file in newest.rows.values()) > self._most * newest.base_bytes:
+            return False
+        try:
+            there = next(folder for folder in path.parents if folder.exists())
+            return there.stat().st_dev == newest.identity[0] and _identity(newest.folder) == newest.identity
+        except OSError:
+            return False
+
+    def _is_of_rows(self, part: str, name: str) -> bool:
+        if part == MODEL:
+            return name in self._tables
+        key = StateKey.parse(name)
+        return key.weight in self._tables and key.kind not in KERNEL_KINDS
+
+    def saved(self, folder: Path, save: str, num_bytes: int, increment: "Increment | None") -> None:
+        """Note on rank 0 a complete checkpoint of that size: the next increment stands on it."""
+        if increment is None:
+            self._newest = _Newest(folder, _identity(folder), True, {}, save, num_bytes)
+            self._can_link = _can_link(folder)
+            if not self._can_link:
+                warn_on_rank_zero(
+                    f"{folder.parent} has no hard links, which checkpoint_format='incremental' needs: every "
+                    "checkpoint will be whole."
+                )
+        else:
+            before = increment.newest
+            assert before is not None
+            self._newest = before._replace(
+                folder=folder, identity=_identity(folder), is_whole=False, rows=increment.rows
+            )
+
+    def end_save(self) -> None:
+        """Note on every rank that the last save is complete."""
+        self._is_saved = True
+
+
+class Increment:
+    """The rows of one save, until they are written."""
+
+    def __init__(
+        self, copy: RowCopy, pieces: Sequence[tuple[str, str, Piece]], newest: _Newest | None, num: int
+    ) -> None:
+        self._copy, self._num = copy, num
+        self._names = {
+            shard.data_ptr(): (part, name)
+            for part, name, piece in pieces
+            for _, shard in local_parts(piece)
+            if shard.numel()
+        }
+        self.newest = newest  # on rank 0
+        self.base_save = "" if newest is None else newest.base_save  # on rank 0
+        self.rows: dict[str, RowsFile] = {} if newest is None else dict(newest.rows)  # on rank 0 those of all ranks
+
+    def link(self, unfinished: Path) -> None:
+        """Give the newest checkpoint's base and rows a name in a new folder."""
+        assert self.newest is not None
+        folder, is_whole = self.newest.folder, self.newest.is_whole
+        base = folder if is_whole else folder / BASE_FOLDER
+        skipped = {METADATA_NAME} if is_whole else set()
+        shutil.copytree(base, unfinished / BASE_FOLDER, copy_function=os.link, ignore=lambda *_: skipped)
+        for name in self.rows:
+            os.link(folder / name, unfinished / name)
+
+    def write(self, folder: Path, rank: int) -> dict[str, RowsFile]:
+        """Write this rank's rows, in any thread; return the file, or nothing without rows."""
+        entries: list[RowsEntry] = []
+        places: list[Place] = []
+        for field, rows_N, values_ND in self._copy.rows():
+            part, name = self._names[field.values_RD.data_ptr()]
+            column = field.shard.first_column
+            values = values_ND.squeeze(1) if field.is_row_wise else values_ND
+            # torch.save writes all of the memory that a tensor shares.
+            entry = RowsEntry(part=part, name=name, first_column=column, rows=rows_N, values=values.clone())
+            entries.append(entry)
+            places.append(
+                (part, name, int(rows_N[0]), int(rows_N[-1]) + 1, column, column + field.shard.weight.shape[1])
+            )
+        if not entries:
+            return {}
+        path = folder / f"rows_{self._num}_{rank}.pt"
+        with disk_errors(), path.open("wb") as file:
+            hashed = HashedFile(file)
+            torch.save(entries, cast(IO[bytes], hashed))
+            file.flush()
+            os.fsync(file.fileno())
+        self._copy.give_back()
+        return {path.name: RowsFile(hashed.size, hashed.checksum, places)}
+
+    def index(self) -> bytes:
+        """Return the content of `rows.json`."""
+        return json.dumps({name: file.places for name, file in self.rows.items()}).encode()
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = (folder / CHECKSUMS_NAME).stat()
+    return found.st_dev, found.st_ino
+
+
+def _can_link(folder: Path) -> bool:
+    link = folder / f"{CHECKSUMS_NAME}.link"
+    try:
+        os.link(folder / CHECKSUMS_NAME, link)
+        link.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def put_rows(folder: Path, checksums: Checksums, state: Mapping[str, Mapping[str, Piece]]) -> None:
+    """Copy changed rows of a folder into loaded pieces (part -> name -> piece), in the order of their saves.
+
+    Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
+    """
+    checksums.check(ROWS_NAME)
+    for name, places in json.loads((folder / ROWS_NAME).read_bytes()).items():
+        if any(_concerns(place, state) for place in places):
+            checksums.check(name)
+            for entry in _read_rows(folder, name):
+                if (piece := state.get(entry["part"], {}).get(entry["name"])) is not None:
+                    _put(entry, piece)
+
+
+def _read_rows(folder: Path, name: str) -> list[RowsEntry]:
+    try:
+        return cast(list[RowsEntry], torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as err:  # its checksum is right, so it was written like this
+        raise DamagedError(damaged_part(folder, name, f"cannot be read ({type(err).__name__}: {err})")) from err
+
+
+def _concerns(place: Place, state: Mapping[str, Mapping[str, Piece]]) -> bool:
+    part, name, first_row, end_row, first_column, end_column = place
+    piece = state.get(part, {}).get(name)
+    for window, shard in [] if piece is None else local_parts(piece):
+        rows, *columns = window
+        has_columns = all(one.start < end_column and first_column < one.stop for one in columns)
+        if shard.numel() and has_columns and rows.start < end_row and first_row < rows.stop:
+            return True
+    return False
+
+
+def _put(entry: RowsEntry, piece: Piece) -> None:
+    rows_N, values = entry["rows"], entry["values"]
+    for window, shard in local_parts(piece):
+        rows, *columns = window
+        inside_N = (rows_N >= rows.start) & (rows_N < rows.stop)
+        into_N = rows_N[inside_N] - rows.start
+        values_here = values[inside_N]
+        into = shard
+        for one in columns:
+            start = max(one.start, entry["first_column"])
+            stop = min(one.stop, entry["first_column"] + values.shape[1])
+            if start >= stop:
+                into_N = into_N[:0]
+                break
+            into = shard[:, start - one.start : stop - one.start]
+            values_here = values_here[:, start - entry["first_column"] : stop - entry["first_column"]]
+        if len(into_N):
+            into[into_N.to(into.device)] = values_here.to(into.device, into.dtype)
