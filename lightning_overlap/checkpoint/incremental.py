@@ -24,7 +24,7 @@ from ..distributed import Group, gather_objects, warn_on_rank_zero
 from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
 from .atomic import disk_errors
-from .checksums import CHECKSUMS_NAME, Checksums, HashedFile
+from .checksums import CHECKSUMS_NAME, HashedFile, read_checksums
 from .not_checkpoints import METADATA_NAME, DamagedError, damaged_part
 from .parts import FUSED, MODEL
 from .table_state import KERNEL_KINDS, Piece, StateKey, local_parts
@@ -126,16 +126,23 @@ class Increments:
         key = StateKey.parse(name)
         return key.weight in self._tables and key.kind not in KERNEL_KINDS
 
+    def try_links(self, unfinished: Path) -> None:
+        """Find out on rank 0 whether a file system has hard links, in the folder of a save that is not complete yet."""
+        probe = unfinished / CHECKSUMS_NAME
+        try:
+            os.link(probe, link := probe.with_suffix(".link"))
+            link.unlink()
+        except OSError as err:
+            self._can_link = False
+            warn_on_rank_zero(
+                f"{unfinished.parent} has no hard links ({err}), which checkpoint_format='incremental' needs: every "
+                "checkpoint will be whole."
+            )
+
     def saved(self, folder: Path, save: str, num_bytes: int, increment: "Increment | None") -> None:
         """Note on rank 0 a complete checkpoint of that size: the next increment stands on it."""
         if increment is None:
             self._newest = _Newest(folder, _identity(folder), True, {}, save, num_bytes)
-            self._can_link = _can_link(folder)
-            if not self._can_link:
-                warn_on_rank_zero(
-                    f"{folder.parent} has no hard links, which checkpoint_format='incremental' needs: every "
-                    "checkpoint will be whole."
-                )
         else:
             before = increment.newest
             assert before is not None
@@ -210,21 +217,13 @@ def _identity(folder: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _can_link(folder: Path) -> bool:
-    link = folder / f"{CHECKSUMS_NAME}.link"
-    try:
-        os.link(folder / CHECKSUMS_NAME, link)
-        link.unlink()
-    except OSError:
-        return False
-    return True
-
-
-def put_rows(folder: Path, checksums: Checksums, state: Mapping[str, Mapping[str, Piece]]) -> None:
+def put_rows(folder: Path, state: Mapping[str, Mapping[str, Piece]]) -> None:
     """Copy changed rows of a folder into loaded pieces (part -> name -> piece), in the order of their saves.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
     """
+    checksums = read_checksums(folder)
+    assert checksums is not None  # it was compared with the rest
     checksums.check(ROWS_NAME)
     for name, places in json.loads((folder / ROWS_NAME).read_bytes()).items():
         if any(_concerns(place, state) for place in places):

@@ -205,6 +205,8 @@ def _write(
         write_synced(unfinished / CHECKSUMS_NAME, lambda file: file.write(checksums.encode()))
         for key, content in last.items():
             write_synced(unfinished / key, partial(_put, content))
+        if increments is not None and increment is None:
+            increments.try_links(unfinished)
         atomic_replace(unfinished, path, also)
         if increments is not None:
             increments.saved(path, name, sum(size for size, _ in files.values()), increment)
@@ -327,7 +329,7 @@ def load_folder(
                 raise _untrusted(path, error) from err
         raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
     if _is_incremental(path):
-        together(partial(put_rows, path, read_checksums(path), state), group, alike=(DamagedError,))
+        together(partial(put_rows, path, state), group, alike=(DamagedError,))
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])

@@ -153,7 +153,7 @@ FORMS: dict[str, list[Form]] = {
         Form(None, "null"),
         Form(observe, f"{__name__}.observe", f"{{_target_: hydra.utils.get_method, path: {__name__}.observe}}"),
     ],
-    "checkpoint_format": [Form("full", "full"), Form("sharded", "sharded"), Form("incremental", "incremental"), Form(None, "null")],
+    "checkpoint_format": [*(Form(name, name) for name in ("full", "sharded", "incremental")), Form(None, "null")],
     "most_increments": [Form(0.25, "0.25"), Form(0, "0")],
     "async_checkpoint": [Form(True, "true"), Form(False, "false")],
     "calm_libraries": [Form(True, "true"), Form(False, "false")],

@@ -72,7 +72,7 @@ class _AtTheEnd(Callback):
 
 def save_and_check(folder: Path, checkpoint_format: str, check: Callable[[Load], None], **kwargs: Any) -> None:
     model = Model(ROWWISE_ADAGRAD)
-    strategy = make_strategy(model, checkpoint_format=checkpoint_format)
+    strategy = make_strategy(model, checkpoint_format=checkpoint_format, most_increments=10)
     small_pieces = mock.patch.multiple(checksums, _SMALLEST_PIECE=1 << 10, _OF_ONE_SIZE=3)
     with small_pieces:
         trainer = make_trainer(strategy, callbacks=[_AtTheEnd(folder, check)], **kwargs)
@@ -124,7 +124,7 @@ def flip_bits(folder: str, checkpoint_format: str, max_examples: int) -> list[in
 
     def check(load: Load) -> None:
         path = Path(folder) / str(SAVED_AT[1])
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         expected = load(path)
         from_an_end = st.tuples(st.sampled_from(files), st.integers(-300, 299))
         anywhere = st.sampled_from(files).flatmap(

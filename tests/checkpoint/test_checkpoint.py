@@ -59,6 +59,7 @@ def test_resume_equals_not_stopping(
 ) -> None:
     goes_on(ranks, case, tmp_path, model_class=model_class, checkpoint_format=checkpoint_format)
     assert (tmp_path / "a" / "epoch=0.ckpt").is_dir() == (checkpoint_format != "full")
+    assert (tmp_path / "a" / "epoch=0.ckpt" / "base").is_dir() == (checkpoint_format == "incremental")
 
 
 def test_a_hook_after_training_loads_the_state_of_fused_optimizers(

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import atomic, sharded_folder
+from lightning_overlap.checkpoint.incremental import put_rows
 from lightning_overlap.checkpoint.safe_metadata import SafeReader
 
 from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
@@ -220,7 +221,7 @@ class Small(LightningModule):
 
 
 def _fit(place: Path, how: str, save_last: Any, *, num_steps: int = NUM_STEPS, resume: bool = False) -> tuple[int, int]:
-    form: Any = {"async_checkpoint": True} if how == "async" else {"checkpoint_format": how}
+    form: Any = {"async_checkpoint": True} if how == "async" else {"checkpoint_format": how, "most_increments": 10}
     sgd = (torch.optim.SGD, {"lr": 0.5})
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=sgd, **form)
     saved: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1, "save_last": save_last}
@@ -251,23 +252,30 @@ def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> 
     looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
     if looks in known:
         return known[looks]
-    rest = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)
-    tensors = rest.get("state_dict", {})
-    if path.is_dir():
-        reader = SafeReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and name.startswith("model.")
-        }
-        load(tensors, storage_reader=reader, no_dist=True)
+    is_incremental = (path / "increment.pt").is_file()
+    rest_name = "increment.pt" if is_incremental else "meta.pt"
+    rest = torch.load(path / rest_name if path.is_dir() else path, weights_only=True)
+    tensors = rest.get("state_dict", {}) | (_weights(path) if path.is_dir() else {})
+    if is_incremental:
+        tensors = _weights(path / "base") | tensors
+        put_rows(path, {"model": {name.removeprefix("model."): one for name, one in tensors.items()}})
     known[looks] = step = int(rest["global_step"])
     sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in tensors.values()))
     return step
 
 
-NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15}
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    reader = SafeReader(folder)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith("model.")
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15, "incremental": 70}
 
 
 def check(left: list[Left], first: int = 0) -> None:
@@ -285,7 +293,7 @@ def check(left: list[Left], first: int = 0) -> None:
 
 
 @pytest.mark.parametrize("save_last", [True, "link"], ids=["last", "link"])
-@pytest.mark.parametrize("how", ["sharded", "full", "async"])
+@pytest.mark.parametrize("how", ["sharded", "full", "async", "incremental"])
 def test_a_crash_at_any_instant(get_ranks: Any, how: str, save_last: Any, tmp_path: Path) -> None:
     [(left, names, began)] = get_ranks(1).run(fit_and_crash, str(tmp_path), how, save_last, num_resumed=2)
     check(left)
@@ -314,8 +322,9 @@ def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_las
         (("sharded", True), ("full", "link"), False),
         (("async", "link"), ("sharded", True), False),
         (("full", "link"), ("async", "link"), True),
+        (("sharded", True), ("incremental", "link"), True),
     ],
-    ids=["file-folder", "folder-link", "link-folder", "link-link"],
+    ids=["file-folder", "folder-link", "link-folder", "link-link", "folder-increments"],
 )
 def test_another_format_in_the_same_folder(
     get_ranks: Any, first: tuple[str, Any], second: tuple[str, Any], exchanges: bool, tmp_path: Path
@@ -328,10 +337,13 @@ def test_another_format_in_the_same_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "rank"), [("sharded", 0), ("sharded", 1), ("async", 1), ("full", 0)])
+@pytest.mark.parametrize(
+    ("how", "rank"), [("sharded", 0), ("sharded", 1), ("async", 1), ("full", 0), ("incremental", 0)]
+)
 def test_a_rank_that_is_killed_in_a_save(get_ranks: Any, how: str, rank: int, tmp_path: Path) -> None:
     """The other rank ends with it; the next run goes on from the newest whole checkpoint, also on three ranks."""
     num = random.Random(f"{how} {rank}").randint(30, 90)  # in the second save or later
+    num += 60 * (how == "incremental")  # in an increment
     with pytest.raises(RankError):
         get_ranks(2).run(fit_until_killed, str(tmp_path), how, rank, num)
     whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))
