@@ -12,6 +12,7 @@ Such a folder is complete by itself: it may be moved, and others may be removed.
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias, cast
@@ -73,22 +74,39 @@ class Increments:
     """
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
-        self._touched = TouchedRows(model, access, rank=0 if group is None else group.rank(), states=True)
+        self._touched = TouchedRows(
+            model, access, rank=0 if group is None else group.rank(), states=True, on_settled=self._settled
+        )
         self._group, self._most = group, most
         mine = {field.shard.name for field in self._touched.fields}
         self._tables = {name for names in gather_objects(mine, group) for name in names}
         self._num_writes = 0
         self._is_saved = False  # whether what the marks are since has been saved
         self._newest: _Newest | None = None
+        self._increment: Increment | None = None  # whose rows may still be copied
         self._can_link = True
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
-        """Stop marking."""
+        """Stop marking; a copy that was not settled does not count."""
         self._touched.detach()
+        self._settled(False)
 
-    def take(self, state: dict[str, dict[str, Any]], path: Path) -> "Increment | None":
-        """Return the rows for a save at `path`, and take their pieces out of `state`; None if it has to be whole."""
+    def settle(self) -> None:
+        """Wait until the rows of the last save are copied: from here on anybody may write tables."""
+        self._touched.settle()
+
+    def _settled(self, is_whole: bool) -> None:
+        increment, self._increment = self._increment, None
+        if increment is not None:
+            increment.settle(is_whole)
+
+    def take(self, state: dict[str, dict[str, Any]], path: Path, *, asynchronous: bool) -> "Increment | None":
+        """Return the rows for a save at `path`, and take their pieces out of `state`; None if it has to be whole.
+
+        With `asynchronous` they are copied while training goes on: until `settle`, which the next update of tables also
+        calls, nobody else may write tables.
+        """
         is_rank_zero = self._group is None or self._group.rank() == 0
         follows = self._is_saved and self._touched.num_writes == self._num_writes
         follows = follows and not (is_rank_zero and not self._can_follow(path))
@@ -104,9 +122,11 @@ class Increments:
             if self._is_of_rows(part, name)
         ]
         copy = self._touched.copy()
-        copy.wait_copied()  # from here on the user may write tables
         self._num += 1
-        return Increment(copy, pieces, self._newest, self._num)
+        self._increment = increment = Increment(copy, pieces, self._newest, self._num)
+        if not asynchronous:
+            self.settle()
+        return increment
 
     def _can_follow(self, path: Path) -> bool:
         newest = self._newest
@@ -162,6 +182,7 @@ class Increment:
         self, copy: RowCopy, pieces: Sequence[tuple[str, str, Piece]], newest: _Newest | None, num: int
     ) -> None:
         self._copy, self._num = copy, num
+        self._is_settled, self._is_whole = threading.Event(), False
         self._names = {
             shard.data_ptr(): (part, name)
             for part, name, piece in pieces
@@ -171,6 +192,21 @@ class Increment:
         self.newest = newest  # on rank 0
         self.base_save = "" if newest is None else newest.base_save  # on rank 0
         self.rows: dict[str, RowsFile] = {} if newest is None else dict(newest.rows)  # on rank 0 those of all ranks
+
+    def settle(self, is_whole: bool) -> None:
+        """Note whether the copied rows are those of the save."""
+        self._is_whole = is_whole
+        self._is_settled.set()
+
+    def wait(self) -> None:
+        """Wait in the thread that writes for `settle`; raise a RuntimeError if tables were written meanwhile."""
+        while not self._is_settled.wait(1.0) and threading.main_thread().is_alive():
+            pass
+        if not self._is_whole:
+            raise RuntimeError(
+                "tables were written other than by their backward while the changed rows were copied, between the save "
+                "and the next backward. Write tables before the save, or use async_checkpoint=False"
+            )
 
     def link(self, unfinished: Path) -> None:
         """Give the newest checkpoint's base and rows a name in a new folder."""
@@ -186,7 +222,9 @@ class Increment:
         """Write this rank's rows, in any thread; return the file, or nothing without rows."""
         entries: list[RowsEntry] = []
         places: list[Place] = []
-        for field, rows_N, values_ND in self._copy.rows():
+        copied = self._copy.rows()
+        self.wait()
+        for field, rows_N, values_ND in copied:
             part, name = self._names[field.values_RD.data_ptr()]
             column = field.shard.first_column
             values = values_ND.squeeze(1) if field.is_row_wise else values_ND

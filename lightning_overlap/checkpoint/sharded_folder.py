@@ -119,7 +119,7 @@ class FolderSaver:
         """
         self.wait()
         state = take_state(checkpoint, model, self._group)
-        increment = None if increments is None else increments.take(state, path)
+        increment = None if increments is None else increments.take(state, path, asynchronous=asynchronous)
         buffer, name = io.BytesIO(), uuid.uuid4().hex
         if is_rank_zero(self._group):
             checkpoint = {**checkpoint, _SAVE: name}

@@ -53,6 +53,7 @@ class SavesShards(HasRun):
 
     def finish_save(self, error: BaseException | None = None) -> None:
         """Wait for the save under way, if any, and raise its error, or note it in the error that is being handled."""
+        self.settle_save()
         try:
             self._folder_saver.wait()
         except Exception as err:
@@ -92,6 +93,7 @@ class SavesShards(HasRun):
         if not self._is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self.settle_save()
         self._folder_saver.wait()  # its thread uses `checkpoint_group`, as everything below does
         with self.saving():
             self._save(checkpoint, self.broadcast(filepath), storage_options)
@@ -186,6 +188,7 @@ class SavesShards(HasRun):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.settle_save()
         self._folder_saver.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         options = [] if weights_only is None else [weights_only]  # Lightning 2.5 has no such argument

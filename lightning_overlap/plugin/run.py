@@ -206,8 +206,14 @@ class HasRun(Strategy):
         if self._walker is not None:
             self._walker.updates.make_all()
 
+    def settle_save(self) -> None:
+        """Wait until the rows of an incremental checkpoint are copied, so that it can be completed."""
+        if self._fit is not None and self._fit.increments is not None:
+            self._fit.increments.settle()
+
     def end_epoch(self) -> None:
         """Make the updates that are left in an epoch; all ranks call this."""
+        self.settle_save()
         if self._fit is not None:
             self._fit.disturbs("epoch")
             self.update_tables()

@@ -433,6 +433,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         if run.fit is not None:
             run.fit.disturbs(method)
         self.begin_stage()
+        self.settle_save()
         self.update_tables()
         if method not in run.pipelines:
             run.pipelines[method] = self._make_pipeline(self.schedule.evaluation, method)

@@ -1,5 +1,6 @@
 """The rows that updates have written since the last copy."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +20,16 @@ class TouchedRows:
     `dense` has the fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
     """
 
-    def __init__(self, model: nn.Module, access: TableAccess, *, rank: int, states: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        access: TableAccess,
+        *,
+        rank: int,
+        states: bool = False,
+        on_settled: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._on_settled = on_settled  # called with what `settle` returns, once for each copy
         self._marked = MarkedRows(model, access, self._before_update)
         self._access, self._streams, self._states = access, access.streams, states
         self._on_device = access.streams.is_async
@@ -82,6 +92,8 @@ class TouchedRows:
         if self._is_whole is None:
             self.wait_copied()
             self._is_whole = self.num_writes == self._writes_before
+            if self._on_settled is not None:
+                self._on_settled(self._is_whole)
         return self._is_whole
 
     def wait_copied(self) -> None:

@@ -13,15 +13,15 @@ from unittest import mock
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import full_file, sharded_folder
 
 from ..support import cases
-from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.fits import make_strategy, make_trainer
 from .checkpoints import Evaluated, EvaluatedBatches, Trained, parts_of, save_to, train
 
 
@@ -114,6 +114,28 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
         except ValueError as err:
             return str(err), getattr(err, "__notes__", []), fails.heard
     return "nothing", [], None
+
+
+def write_after_a_save(folder: str) -> tuple[str, list[str]]:
+    """Announce writes to tables after the third save; return what the fit raises, and the names of its checkpoints."""
+
+    class Writes(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                trainer.strategy.tables_changed()
+
+    model = Model(ROWWISE_ADAGRAD)
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    strategy = make_strategy(
+        model, checkpoint_format="incremental", async_checkpoint=True, most_increments=10, replicate_tables=False
+    )
+    trainer = make_trainer(strategy, callbacks=[saver, Writes()], enable_checkpointing=True)
+    said = ""
+    try:
+        trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 6))
+    except OSError as err:
+        said = str(err)
+    return said, sorted(path.name for path in Path(folder).glob("*.ckpt"))
 
 
 def memory_of_saving(path: str, checkpoint_format: str) -> float:

@@ -22,6 +22,13 @@ from .checkpoints import EPOCH, DenseAdam, Keyed, Scheduled, Trained, train, who
 FORMATS = ("sharded", "full", "incremental")
 
 
+def test_tables_written_while_rows_are_copied(two_ranks: Ranks, tmp_path: Path) -> None:
+    """An asynchronous increment cannot have their old values: it is an error, and the checkpoint before is there."""
+    for said, steps in two_ranks.run(saves.write_after_a_save, str(tmp_path)):
+        assert "step=3.ckpt: tables were written other than by their backward while the changed rows were" in said
+        assert steps == ["step=1.ckpt", "step=2.ckpt"]
+
+
 @pytest.fixture(params=FORMATS)
 def checkpoint_format(request: pytest.FixtureRequest) -> str:
     return str(request.param)
