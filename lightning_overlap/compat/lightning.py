@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ DataFetcher = _DataFetcher
 
 def gives_batches(fetcher: DataFetcher | None) -> bool:
     """Whether a loop takes batches from it; with `dataloader_iter` the module does its own fetching."""
-    return type(fetcher) is _PrefetchDataFetcher
+    return type(fetcher) in (_PrefetchDataFetcher, _Fetcher)
 
 
 def batches_held(fetcher: DataFetcher) -> list[tuple[Any, int, int]]:
@@ -98,6 +98,19 @@ def batches_held(fetcher: DataFetcher) -> list[tuple[Any, int, int]]:
 def loader_states(fetcher: DataFetcher) -> list[Any]:
     """Return the states of a fetcher's data loaders now; empty if no loader has a state."""
     return fetcher.combined_loader._state_dicts()
+
+
+class _Fetcher(_PrefetchDataFetcher):
+    """Lightning's fetcher; it makes an iterator of its loaders within a context."""
+
+    def __init__(self, making_iterator: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._making_iterator = making_iterator
+
+    @override
+    def __iter__(self) -> _PrefetchDataFetcher:
+        with self._making_iterator():
+            return super().__iter__()
 
 
 def _of_inner(name: str) -> Any:
@@ -158,6 +171,21 @@ class FitLoop(_FitLoop):
     @fetcher.setter
     def fetcher(self, fetcher: DataFetcher | None) -> None:
         self._data_fetcher = fetcher
+
+    def making_iterator(self) -> AbstractContextManager[None]:
+        """Return a context: within it the loaders' iterator is made, and of loaders without a length a batch taken."""
+        return nullcontext()
+
+    @property
+    def _data_fetcher(self) -> DataFetcher | None:
+        fetcher: DataFetcher | None = vars(self).get("_data_fetcher")
+        return fetcher
+
+    @_data_fetcher.setter
+    def _data_fetcher(self, fetcher: DataFetcher | None) -> None:
+        # `setup_data` makes a fetcher, and then lets it make its iterator.
+        own = type(fetcher) is _PrefetchDataFetcher
+        vars(self)["_data_fetcher"] = _Fetcher(self.making_iterator) if own else fetcher
 
     @property
     def loaders(self) -> list[Any]:

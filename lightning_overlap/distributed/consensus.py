@@ -32,7 +32,7 @@ class StepFlags(NamedTuple):
     has: bool  # has this batch
     lacks: bool  # lacks this batch, at least for now (`max_steps` may hold it back)
     last: bool  # has no batch after this one
-    stop: bool  # received SIGTERM
+    stop: int  # its own number and 1 if it received SIGTERM, else 0; in a result of the highest such rank
     latest_none: int = -1  # number in the epoch of its last None batch before this one
     requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next poll
     save: bool = False  # received a preemption signal

@@ -45,7 +45,7 @@ class Batches:
         self.current: Flight | None = None  # the batch being trained
         self.num_fetched = 0  # in this epoch
         self.num_batches: int | None = None  # that all ranks have, without None batches; None until it is known
-        self.stop_agreed = False  # whether a rank received SIGTERM
+        self.told_to_stop: int | None = None  # a rank that received SIGTERM, once all ranks know of it
         self.save_agreed = False  # whether a rank received a preemption signal
         self.polls: dict[int, Poll] = {}  # whose result is not read yet, by batch number
         self._poll_interval: PollInterval | None = None  # between polls; None if lengths are not known
@@ -118,7 +118,8 @@ class Batches:
             if index < self._next_polled:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        last, stop, save = self._source.exhausted, self._source.stop_requested, self._source.save_requested
+        stop = self._telemetry.rank + 1 if self._source.stop_requested else 0
+        last, save = self._source.exhausted, self._source.save_requested
         flags = StepFlags(not lacks, lacks, last, stop, latest_none, requested_interval, save, rates.digest)
         self._compare_rates = rates.compare
         self.polls.setdefault(index, self._consensus.poll(flags))
@@ -128,7 +129,8 @@ class Batches:
         result = self.polls.pop(index).wait()
         if result.rates < 0:
             self._compare_rates()
-        self.stop_agreed |= result.stop
+        if result.stop and self.told_to_stop is None:
+            self.told_to_stop = result.stop - 1
         self.save_agreed |= result.save
         if self._poll_interval is not None and index == self._polled_occasionally:
             self._poll_interval.note_result(result.requested_interval, self._source.num_batches)

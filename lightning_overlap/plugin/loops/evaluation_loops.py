@@ -19,7 +19,8 @@ class _LookaheadMixin:
     trainer: Any
 
     def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
+        with sigterm.fetching(self.trainer):  # of a loader without a length Lightning takes the first batch here
+            super().reset()  # type: ignore[misc]
         if gives_batches(self.fetcher):
             arguments = self.step_arguments  # type: ignore[attr-defined]
             self.fetcher = self.trainer.strategy.look_ahead(self.fetcher, arguments)
@@ -55,8 +56,10 @@ class _LookaheadMixin:
         if found is not None and walker is not None:
             found.note_result(walker.batches.save_agreed)
         self._save_if_due()
-        if walker is not None and walker.batches.stop_agreed and not walker.is_last:
-            sigterm.leave(self.trainer)
+        if walker is None or walker.is_last:
+            return
+        if (told := walker.batches.told_to_stop) is not None:
+            sigterm.leave(self.trainer, told)
 
     def _save_if_due(self) -> None:
         """Save and requeue after a preemption signal; in a fit so that a resumed fit repeats the whole validation."""

@@ -1,7 +1,7 @@
 """Lightning's fit loop with a lookahead: during a fit the trainer has loops of this package in the place of its own."""
 
 import warnings
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -84,6 +84,10 @@ class _FitLoopMixin(FitLoop):
         interval = self.trainer.val_check_interval
         if isinstance(interval, float) and self.trainer.val_check_batch is not None:
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
+
+    @override
+    def making_iterator(self) -> AbstractContextManager[None]:
+        return sigterm.fetching(self.trainer)
 
     @override
     def load_loader_states(self) -> None:
@@ -251,8 +255,8 @@ class _EpochLoopMixin(EpochLoop):
             if fetcher.walker.batches.num_batches == 0 and self.batch_progress.current.ready == 0:
                 self._name_ranks_without_batches(fetcher.stream)
             raise
-        if fetcher.walker.batches.stop_agreed:
-            sigterm.leave(self.trainer)
+        if (told := fetcher.walker.batches.told_to_stop) is not None:
+            sigterm.leave(self.trainer, told)
         return NoneFetcher(fetcher) if batch is None else fetcher
 
     def _name_ranks_without_batches(self, stream: BatchStream) -> None:
@@ -302,11 +306,12 @@ def _leave_if_agreed(trainer: Trainer) -> None:
     """Poll all ranks about signals; all ranks call this and wait."""
     found, strategy = preemption.of(trainer), trainer.strategy
     wanted = found is not None and found.wanted
-    goes_on, unwanted = strategy.lowest([not sigterm.received(trainer), not wanted])()  # type: ignore[attr-defined]
+    stop = trainer.global_rank + 1 if sigterm.received(trainer) else 0
+    lowest_stop, unwanted = strategy.lowest([-stop, not wanted])()  # type: ignore[attr-defined]
     if found is not None:
         found.note_result(not unwanted)
-    if not goes_on:
-        sigterm.leave(trainer)
+    if lowest_stop:
+        sigterm.leave(trainer, -lowest_stop - 1)
 
 
 def install(trainer: Trainer, undo: ExitStack) -> None:
