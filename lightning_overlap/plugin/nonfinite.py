@@ -1,7 +1,7 @@
 """Losses that are not finite on some rank, with the strategy's option `nonfinite`: their backward trains nothing."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..compat.torch import num_writes
 from ..distributed import Consensus
 from ..sparse import LossGuard
 from ..text import check_known, some
@@ -34,8 +35,8 @@ class NonfiniteLosses:
     has issued the backward: by then only the forward need have ended.
 
     Gradients of dense weights are reduced as ever. Afterwards those of a backward that trains nothing are taken away:
-    a weight that had none has none again, which every optimizer leaves alone; one that had gradients of earlier
-    backwards has got zeros on top.
+    a weight that had none, or zeros of `zero_grad(set_to_none=False)`, has none, which every optimizer leaves alone;
+    one that had gradients of earlier backwards, zeros as well, has got zeros on top.
 
     `consensus` has the messages between hosts; None on one rank, and for a module without tables.
     """
@@ -49,22 +50,26 @@ class NonfiniteLosses:
         self._knows_late = device.type != "cpu"  # whether the host reads the flags after the backward was issued
         self._is_first = trainer.global_rank == 0
         self._flags: Tensor | None = None  # by rank, whether its loss is not finite: `(num_ranks,)`, int32
-        self._work: dist.Work | None = None  # their all-reduce
+        self._work: dist.Work | None = None  # their exchange
         self._copy: tuple[Tensor, Any] | None = None  # the flags on their way to the host, and an event after them
         self._had_none: list[Tensor] = []  # dense weights without a gradient before the backward that runs
         self._hooks: list[RemovableHandle] = []  # of the others
+        # Weight -> its gradient after the last backward that trained, and how often that was written by then: the same
+        # gradient, not written since, is one that an optimizer has to see.
+        self._trained: dict[Tensor, tuple[int, int]] = {}
+        self._to_keep: list[Tensor] = []  # dense weights with such a gradient before the backward that runs
         self._has_ended = False
 
     def compare(self, loss: Tensor) -> None:
         """Start to compare the loss of the coming backward, a tensor of any shape; all ranks call this alike."""
         self.forget()
-        self._flags = torch.zeros(self._trainer.world_size, dtype=torch.int32, device=self._device)
-        self._flags[self._trainer.global_rank] = (~torch.isfinite(loss.detach())).any()
-        if self._trainer.world_size == 1:
-            return
+        is_bad = (~torch.isfinite(loss.detach())).any()
         if self._consensus is not None and self._device.type == "cpu":  # apart from the traffic of gradients
-            self._work = self._consensus.start(self._flags, dist.ReduceOp.SUM)
-        else:
+            self._flags, self._work = self._consensus.exchange([int(is_bad)])
+            return
+        self._flags = torch.zeros(self._trainer.world_size, dtype=torch.int32, device=self._device)
+        self._flags[self._trainer.global_rank] = is_bad
+        if self._trainer.world_size > 1:
             self._work = dist.all_reduce(self._flags, async_op=True)
 
     def begin_backward(self) -> None:
@@ -82,7 +87,10 @@ class NonfiniteLosses:
         for weight in self._dense_weights():
             if weight.grad is None:
                 self._had_none.append(weight)
-            elif weight.requires_grad:
+                continue
+            if self._trained.get(weight) == _state_of(weight.grad):
+                self._to_keep.append(weight)
+            if weight.requires_grad:
                 self._hooks.append(weight.register_hook(self.guard.pass_on))
 
     def end_backward(self) -> None:
@@ -95,25 +103,28 @@ class NonfiniteLosses:
             if event is not None:
                 event.synchronize()
         bad = [rank for rank, flag in enumerate(flags.tolist()) if flag]
-        had_none = self._had_none
+        had_none, to_keep = self._had_none, self._to_keep
         self.forget()
         if not bad:
+            self._note_trained(self._dense_weights())
             return
         if self._action == "error":
             raise RuntimeError(self._error(bad))
         for weight in had_none:
             weight.grad = None
+        kept = set(to_keep)
         for weight in self._dense_weights():
             gradient = weight.grad
-            if gradient is not None and not gradient.is_sparse and not gradient.any():
+            if weight not in kept and gradient is not None and not gradient.is_sparse and not gradient.any():
                 weight.grad = None  # zeroed by zero_grad(set_to_none=False)
+        self._note_trained(to_keep)  # the zeros on top were written
         self._count(bad)
 
     def forget(self) -> None:
         """Forget a backward, which may have failed."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._had_none = [], []
+        self._hooks, self._had_none, self._to_keep = [], [], []
         self.guard.finite = self._flags = self._work = self._copy = None
 
     def end(self) -> None:
@@ -126,6 +137,10 @@ class NonfiniteLosses:
                 *(("", "it") if self.num_found == 1 else ("s", "they")),
             )
         self._has_ended = True
+
+    def _note_trained(self, weights: Iterable[Tensor]) -> None:
+        """Note the gradients of weights after a backward that trained."""
+        self._trained = {weight: _state_of(weight.grad) for weight in weights if weight.grad is not None}
 
     def _dense_weights(self) -> Iterator[Tensor]:
         for optimizer in self._trainer.optimizers:
@@ -150,6 +165,11 @@ class NonfiniteLosses:
             f"{self._problem(bad)}. Tables, dense weights and optimizers are as after the batch before. Look at that "
             "batch and at the learning rates. With nonfinite='skip' such a batch trains nothing and the fit goes on."
         )
+
+
+def _state_of(gradient: Tensor) -> tuple[int, int]:
+    """Return which tensor a gradient is, and how often it was written."""
+    return id(gradient), num_writes(gradient)
 
 
 def _copy_to_host(flags: Tensor) -> tuple[Tensor, Any]:

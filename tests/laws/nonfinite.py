@@ -18,6 +18,7 @@ from lightning_overlap import MODES, OverlapEmbeddingStrategy
 from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.plugin.nonfinite import NonfiniteLosses
 
+from ..sparse import update_rates
 from ..support import cases, reference
 from ..support.cases import NUM_STEPS, Batch, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
@@ -27,8 +28,8 @@ from ..tables import supported_modules
 from ..tables.replicas import strategy_of
 from ..tables.supported_modules import Outcome
 
-LOSSES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
-KINDS = (*LOSSES, "input", "weights")
+LOSSES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "zero": 0.0}
+KINDS = ("nan", "inf", "-inf", "input", "weights")
 """What is not finite: the loss alone, the dense input, or the weights of the ids."""
 
 
@@ -67,6 +68,26 @@ class ByHand(cases.ByHand, Poisoned):
         return loss
 
 
+class Scheduled(Poisoned, update_rates.Scheduled):
+    """One scheduler for the dense optimizer and the fused tables."""
+
+
+class Gated(Poisoned):
+    """Has a dense weight whose gradient is not zero in the first batches, and zeros from then on."""
+
+    set_to_none = True  # whether the optimizer zeroes gradients by None
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.gate = torch.nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (self.gate * (batch_idx < 2)).exp().mean()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=self.set_to_none)
+
+
 class Data(cases.Batches):
     bad: Bad
     leaves_out = False  # whether there are no such batches
@@ -96,16 +117,18 @@ def fit(
     nonfinite: Any = "skip",
     leaves_out: bool = False,
     replicated: Sequence[str] = (),
+    scheduled: bool = False,
     device_type: str = "cpu",
 ) -> tuple[Result, int, str]:
     """Train; return what came out, the number of backwards that trained nothing, and the error, if any."""
-    model, data = (ByHand if by_hand else Poisoned)(case), Data(case)
+    model, data = (ByHand if by_hand else Scheduled if scheduled else Poisoned)(case), Data(case)
     model.bad = data.bad = bad
     data.leaves_out = leaves_out
     if replicated:
         strategy = strategy_of(case, pipeline, replicated, nonfinite=nonfinite)
     else:
-        strategy = make_strategy(model, pipeline, device_type, nonfinite=nonfinite)
+        options = {"nonfinite": nonfinite, "quantized_comms": case.comms}
+        strategy = make_strategy(model, pipeline, device_type, **options)
     trainer = make_trainer(strategy, device_type, **({} if by_hand else {"accumulate_grad_batches": k}))
     error = ""
     with knowing_late() if known_late else nullcontext():
@@ -170,7 +193,22 @@ def knowing_late() -> Any:
     return mock.patch.object(NonfiniteLosses, "__init__", late)
 
 
-def left_out(case: Case, pipeline: str, bad: Bad, *, k: int = 1, num_steps: int = NUM_STEPS) -> Result:
+def fit_gated(kind: str, *, set_to_none: bool, known_late: bool) -> Result:
+    """Accumulate two batches a step; the loss of the fourth is not finite, or 0. Return what came out."""
+    model = Gated(dataclasses.replace(cases.TABLE_WISE, dense=(torch.optim.Adam, {"lr": 0.02})))
+    data = Data(model.case, 8)
+    model.bad = data.bad = Bad(frozenset({3}), kind=kind)
+    model.set_to_none = set_to_none
+    trainer = make_trainer(make_strategy(model, nonfinite="skip"), accumulate_grad_batches=2)
+    with knowing_late() if known_late else nullcontext():
+        trainer.fit(model, datamodule=data)
+    assert trainer.strategy.num_nonfinite == (kind != "zero")
+    return collect(model, trainer.optimizers[0], model.losses)
+
+
+def left_out(
+    case: Case, pipeline: str, bad: Bad, *, k: int = 1, num_steps: int = NUM_STEPS, scheduled: bool = False
+) -> Result:
     """The plain loop in which these batches train nothing."""
     staleness = MODES[pipeline].staleness
     if staleness:
@@ -178,12 +216,13 @@ def left_out(case: Case, pipeline: str, bad: Bad, *, k: int = 1, num_steps: int 
         found = reference.train_delayed(case, Delayed(staleness), untrained=bad.batches, num_steps=num_steps)
         losses = list(found.losses)
     else:
-        kept = [
-            Window(batches, k)
-            for window in windows_of(num_steps, k)
+        kept = {
+            step: Window(batches, k)
+            for step, window in enumerate(windows_of(num_steps, k))
             if (batches := tuple(one for one in window.batches if one not in bad.batches))
-        ]
-        found = train_windows(case, kept)
+        }
+        rates = [update_rates.factor(step) if scheduled else 1.0 for step in kept]
+        found = train_windows(case, list(kept.values()), factor=rates.__getitem__)
         trained = iter(found.losses)
         losses = [torch.zeros(()) if step in bad.batches else next(trained) for step in range(num_steps)]
     for step in bad.batches:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
 
-from ..support.cases import CASES, NUM_STEPS, TABLE_WISE, WEIGHTED, Case
+from ..support.cases import (
+    CASES,
+    MIXED,
+    NUM_STEPS,
+    ROWWISE_ADAGRAD,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    WEIGHTED,
+    Case,
+)
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from ..support.reference import differences
@@ -95,6 +104,51 @@ def test_replicas(two_ranks: Ranks, optimizer: str, kind: str) -> None:
     ]
     for (mine, num, _), (without, _, _) in zip(*fits, strict=True):
         kept = [step for step in range(NUM_STEPS) if step not in bad.batches]
+        assert dataclasses.replace(mine, losses=mine.losses[kept]).differences(without) == []
+        assert num == 3
+
+
+@pytest.mark.parametrize("known_late", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zeros_of_an_earlier_backward_are_kept(get_ranks: Any, set_to_none: bool, known_late: bool) -> None:
+    """Adam moves a weight on a gradient of zeros, and leaves one without a gradient alone."""
+    fits = [
+        get_ranks(1).run(nonfinite.fit_gated, kind, set_to_none=set_to_none, known_late=known_late)
+        for kind in ("nan", "zero")
+    ]
+    assert differences(*fits) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("case", "pipeline", "scheduled", "k"),
+    [
+        (ROWWISE_ADAGRAD, "fused_sparse_dist", True, 1),
+        (TWO_COLLECTIONS, "split_backward", True, 2),
+        (dataclasses.replace(MIXED, comms=("fp16", "fp16")), "fused_sparse_dist", False, 1),
+        (dataclasses.replace(TABLE_WISE, comms=("fp16", "int8")), "semi_sync_deferred", False, 1),
+    ],
+    ids=["scheduled", "scheduled windows", "quantized", "quantized and deferred"],
+)
+def test_beside_schedulers_and_quantized_comms(
+    two_ranks: Ranks, case: Case, pipeline: str, scheduled: bool, k: int
+) -> None:
+    """A step that trains nothing counts for the scheduler."""
+    case, bad = dataclasses.replace(case, dense=DENSE[1]), Bad(frozenset({0, 3, 4}), 1)
+    actual = two_ranks.run(nonfinite.fit, case, pipeline, bad, k=k, scheduled=scheduled)
+    expected = two_ranks.run(nonfinite.left_out, case, pipeline, bad, k=k, scheduled=scheduled)
+    assert differences([result for result, _, _ in actual], expected) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kind", "rank"), [("fused_sparse_dist", "nan", 2), ("split_backward", "input", 1)]
+)
+def test_on_three_ranks(get_ranks: Any, pipeline: str, kind: str, rank: int) -> None:
+    """Equal, bit for bit, to `base` on data without these batches: a sum of three depends on its order."""
+    bad, ranks = Bad(frozenset({2, 3, 7}), rank, kind), get_ranks(3)
+    actual = ranks.run(nonfinite.fit, ALL_KINDS, pipeline, bad)
+    expected = ranks.run_once(nonfinite.fit, ALL_KINDS, "base", Bad(bad.batches), leaves_out=True)
+    kept = [step for step in range(NUM_STEPS) if step not in bad.batches]
+    for (mine, num, _), (without, _, _) in zip(actual, expected, strict=True):
         assert dataclasses.replace(mine, losses=mine.losses[kept]).differences(without) == []
         assert num == 3
 
