@@ -7,6 +7,7 @@ A break replaces functions or methods of the package, in every process of a test
 import contextlib
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from lightning_overlap.schedules.stages import Stage, WeightOwner
 from lightning_overlap.sparse import module_flight, module_forward, update_rates
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
 from lightning_overlap.sparse.gradient_watch import GradientWatch
+from lightning_overlap.sparse.input_dist import InputExchange
 from lightning_overlap.sparse.input_sizes import InputSizes
 from lightning_overlap.sparse.loss_guard import LossGuard
 from lightning_overlap.sparse.module_flight import ModuleFlight
@@ -259,6 +261,24 @@ def _no_wait_for_the_step(patch: pytest.MonkeyPatch) -> None:
 )
 def _changed_ids(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SentInput, "is_unchanged", lambda self, kjt: True)
+
+
+# Law 5: who issues collectives.
+
+
+@breaks(
+    5,
+    "the ids of a batch are sent by a thread of their own",
+    "laws/test_collectives.py::test_the_thread_that_trains_issues_every_collective[fused_sparse_dist]",
+)
+def _sent_by_another_thread(patch: pytest.MonkeyPatch) -> None:
+    send = InputExchange.send_ids
+
+    def send_elsewhere(self: InputExchange, flight: Any) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(send, self, flight).result()
+
+    patch.setattr(InputExchange, "send_ids", send_elsewhere)
 
 
 # Law 6: nothing in flight outlives its owner.
