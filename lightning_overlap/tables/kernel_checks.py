@@ -21,6 +21,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.types import DataType
 
+from ..compat.torch import AppliedOptimizer
 from ..compat.torchrec import has_index_dedup
 from ..text import some
 from .supported_modules import (
@@ -46,16 +47,22 @@ ROW_WISE_PLAN = (
 """How to shard managed collision modules; on a CPU TorchRec takes the dense kernel unless another one is named."""
 
 
-def check_kernels(model: nn.Module, tables: list[Table], plan: ShardingPlan, device: torch.device) -> None:
-    """Raise a ValueError if a plan asks for kernels that a table cannot have; all ranks raise alike."""
+def check_kernels(
+    model: nn.Module, tables: list[Table], plan: ShardingPlan, device: torch.device, fused: AppliedOptimizer | None
+) -> None:
+    """Raise a ValueError if a plan asks for kernels that a table cannot have; all ranks raise alike.
+
+    `fused` is the optimizer of tables that have none.
+    """
     planned = [(table, how) for table in tables if (how := table.planned(plan)) is not None]
     _refuse_widths(planned, device)
     _refuse_dense_managed(
         table.path for table, how in planned if table.sharder.module_type in MANAGED and how.compute_kernel == DENSE
     )
     if device.type == "cpu":
-        types = {name: _data_types(model.get_submodule(name)) for name in {table.module: None for table in tables}}
-        _refuse_types({table.path: types[table.module][table.name] for table in tables})
+        configs = {name: _configs(model.get_submodule(name)) for name in {table.module: None for table in tables}}
+        _refuse_types({table.path: configs[table.module][table.name].data_type for table in tables})
+        _refuse_empty([(table, how, configs[table.module][table.name]) for table, how in planned], fused)
         of_sequences = [table.path for table in tables if table.sharder.module_type in _OF_SEQUENCES]
         _refuse_dedup(of_sequences if get_ec_index_dedup() else [])
 
@@ -99,11 +106,36 @@ def _refuse_dense_managed(paths: Iterable[str]) -> None:
         )
 
 
-def _data_types(collection: nn.Module) -> dict[str, DataType]:
-    """Return table -> type, by the configs: TorchRec's unsharded tables may have another one."""
+def _refuse_empty(planned: list[tuple[Table, ParameterSharding, Any]], fused: AppliedOptimizer | None) -> None:
+    """Refuse plans under which a kernel of a rank has no row: FBGEMM takes it for one of a GPU."""
+    kernels: dict[Any, list[tuple[Table, int]]] = {}  # kernel of a rank -> its tables, with their rows there
+    for table, how, config in planned:
+        # What TorchRec puts into one kernel. A table of an EmbeddingCollection has no pooling.
+        pooling, optimizer = getattr(config, "pooling", None), repr(table.fused_optimizer or fused)
+        alike = table.module, how.sharding_type, how.compute_kernel, config.data_type, pooling, optimizer
+        for shard in [] if how.sharding_spec is None else how.sharding_spec.shards:
+            kernels.setdefault((alike, shard.placement.rank()), []).append((table, shard.shard_sizes[0]))
+    wrong: dict[str, tuple[Table, int]] = {}
+    for (_, rank), shards in sorted(kernels.items(), key=lambda one: one[0][1]):
+        if not any(num_rows for _, num_rows in shards):
+            wrong |= {table.path: (table, rank) for table, _ in shards if table.path not in wrong}
+    if wrong:
+        found = some(
+            f"{path} ({table.parameter.shape[0]} rows, none on rank {rank})" for path, (table, rank) in wrong.items()
+        )
+        sharding = {table.name: "table_wise" for table, _ in wrong.values()}
+        raise ValueError(
+            f"{found}: too few rows to be divided among the ranks, of which each takes equally many until none are "
+            f"left; on a CPU FBGEMM cannot train a rank's kernel without rows. Use sharding={sharding}, let "
+            "replicate_tables hold small tables whole on every rank, or train on fewer ranks."
+        )
+
+
+def _configs(collection: nn.Module) -> dict[str, Any]:
+    """Return table -> its config; its type may differ from that of TorchRec's unsharded table."""
     parts = [part for part in collection.modules() if isinstance(part, _WITH_CONFIGS)]
     configs = [one.embedding_bag_configs() if isinstance(one, _BAGS) else one.embedding_configs() for one in parts]
-    return {config.name: config.data_type for of_part in configs for config in of_part}
+    return {config.name: config for of_part in configs for config in of_part}
 
 
 def _refuse_types(types: dict[str, DataType]) -> None:

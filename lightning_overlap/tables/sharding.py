@@ -130,7 +130,7 @@ def _plan(
         options.quantized_comms,
         to_replicate if num_ranks > 1 else (),
     )
-    check_kernels(model, tables, plan, options.device)
+    check_kernels(model, tables, plan, options.device, fused)
     divides = options.in_two_parts and named is not None and not sends_groups(options.quantized_comms)
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)

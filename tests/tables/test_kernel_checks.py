@@ -34,29 +34,32 @@ class OneCollection(LightningModule):
     def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         self.tables = collection
+        self.of_sequences = isinstance(collection, torchrec.EmbeddingCollection)
         self.top = nn.Linear(1, 1)
 
     def training_step(self, kjt: KeyedJaggedTensor, batch_idx: int) -> Tensor:
         answer = self.tables(kjt)
         columns = answer[0] if isinstance(answer, tuple) else answer
-        return self.top(columns["f0"].sum(dim=1, keepdim=True)).mean()
+        column = columns["f0"]
+        rows = column.values() if self.of_sequences else column
+        return self.top(rows.sum(dim=1, keepdim=True)).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.top.parameters(), 0.1)
 
 
-def _config(kind: type, name: str, dim: int = 8, data_type: DataType = DataType.FP32) -> Any:
+def _config(kind: type, name: str, dim: int = 8, data_type: DataType = DataType.FP32, rows: int = 40) -> Any:
     feature = name.replace("t", "f")
-    return kind(name=name, feature_names=[feature], num_embeddings=40, embedding_dim=dim, data_type=data_type)
+    return kind(name=name, feature_names=[feature], num_embeddings=rows, embedding_dim=dim, data_type=data_type)
 
 
-def bags(dim: int = 8, data_type: DataType = DataType.FP32) -> nn.Module:
+def bags(dim: int = 8, data_type: DataType = DataType.FP32, rows: int = 40) -> nn.Module:
     kind = torchrec.EmbeddingBagConfig
-    return torchrec.EmbeddingBagCollection(tables=[_config(kind, "t0", dim, data_type), _config(kind, "t1")])
+    return torchrec.EmbeddingBagCollection(tables=[_config(kind, "t0", dim, data_type, rows), _config(kind, "t1")])
 
 
-def sequences(dim: int = 8, data_type: DataType = DataType.FP32) -> nn.Module:
-    configs = [_config(torchrec.EmbeddingConfig, f"t{at}", dim, data_type) for at in range(2)]
+def sequences(dim: int = 8, data_type: DataType = DataType.FP32, rows: tuple[int, int] = (40, 40)) -> nn.Module:
+    configs = [_config(torchrec.EmbeddingConfig, f"t{at}", dim, data_type, rows[at]) for at in range(2)]
     return torchrec.EmbeddingCollection(tables=configs)
 
 
@@ -79,6 +82,11 @@ BUILD: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "bf16_sequences": (lambda: sequences(data_type=DataType.BF16), "row_wise"),
     "fp16": (lambda: bags(data_type=DataType.FP16), "table_wise"),
     "unique_ids": (sequences, "table_wise"),
+    "one_row": (lambda: bags(rows=1), {"t0": "row_wise", "t1": "table_wise"}),
+    "one_row_of_another_type": (lambda: bags(data_type=DataType.FP16, rows=1), "row_wise"),
+    "one_row_of_sequences": (lambda: sequences(rows=(40, 1)), {"t0": "table_wise", "t1": "row_wise"}),
+    "one_row_beside_others": (lambda: bags(rows=1), "row_wise"),
+    "one_row_beside_other_sequences": (lambda: sequences(rows=(40, 1)), "row_wise"),
     "managed_by_the_planner": (modules.managed_bags, None),
     "managed_dense": (modules.managed_bags, WITH_DENSE_KERNEL),
     "managed_sequences_dense": (modules.managed_sequences, WITH_DENSE_KERNEL),
@@ -98,7 +106,8 @@ def attempt(name: str) -> str:
     strategy = OverlapEmbeddingStrategy(
         sharding=sharding, fused_optimizer=(torch.optim.SGD, {"lr": 0.1}), replicate_tables=False
     )
-    batches = [modules.plain_ids(torch.Generator().manual_seed(at)) for at in range(3)]
+    ids = {"num_ids": 1} if "one_row" in name else {}
+    batches = [modules.plain_ids(torch.Generator().manual_seed(at), **ids) for at in range(3)]
     with _deduplicating(name == "unique_ids"):
         try:
             make_trainer(strategy).fit(module, DataLoader(batches, batch_size=None))
@@ -115,6 +124,9 @@ REFUSED = {
     "bf16_whole": ["tables.t0 (BF16)"],
     "bf16_sequences": ["tables.t0 (BF16), tables.t1 (BF16)"],
     "unique_ids": ["tables.t0, tables.t1: set_ec_index_dedup(True)", "Call set_ec_index_dedup(False) before fit"],
+    "one_row": ["tables.t0 (1 rows, none on rank 1): too few rows", "sharding={'t0': 'table_wise'}"],
+    "one_row_of_another_type": ["tables.t0 (1 rows, none on rank 1)"],
+    "one_row_of_sequences": ["tables.t1 (1 rows, none on rank 1)", "sharding={'t1': 'table_wise'}"],
     "managed_by_the_planner": ["planner rejects most modules like tables", "row_wise(compute_kernel='fused')"],
     "managed_dense": ["tables.t0, tables.t1: the plan gives", "row_wise(compute_kernel='fused')"],
     "managed_sequences_dense": ["tables.t0, tables.t1: the plan gives"],
@@ -129,7 +141,9 @@ def test_refused_on_every_rank(two_ranks: Ranks, name: str) -> None:
     assert ("data_parallel" in message) == (name in ("six_columns", "six_columns_by_rows"))
 
 
-@pytest.mark.parametrize("name", ["six_columns_whole", "fp16"])
+@pytest.mark.parametrize(
+    "name", ["six_columns_whole", "fp16", "one_row_beside_others", "one_row_beside_other_sequences"]
+)
 def test_what_kernels_can_do_is_trained(two_ranks: Ranks, name: str) -> None:
     assert two_ranks.run(attempt, name) == ["", ""]
 
