@@ -4,6 +4,7 @@ import itertools
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -69,7 +70,7 @@ class _Bench:
         self.data.prepare_data()
         self.data.setup("fit")
         # On the host, before timing starts.
-        batches = list(itertools.islice(self.data.train_dataloader(), config["num_batches"]))
+        batches = list(own_batches(config, self.data.train_dataloader(), alone.global_rank, alone.world_size))
         self.batches = [batch.pin_memory() for batch in batches] if device.type == "cuda" else batches
         self.spans: dict[str, list[Span]] = {}  # this rank's spans of each mode's last turn
         self.all_reduce_ms = self._time_all_reduce()  # of dense gradients, without other work
@@ -163,6 +164,20 @@ class _Bench:
                 write_png(self.folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
             except ImportError as err:  # the numbers are there without it
                 print(f"\n{err}")
+
+
+def own_batches(config: Config, loader: Any, rank: int, num_ranks: int) -> Iterator[Any]:
+    """Yield this rank's batches of a loader; raise a ValueError if it has fewer batches than there are ranks."""
+    num = config["num_batches"]
+    if not build.deals_batches_out(config, loader):
+        yield from itertools.islice(loader, num)
+    elif len(loader) < num_ranks:
+        raise ValueError(
+            f"the loader of data has {len(loader)} batches for {num_ranks} ranks, each of which needs its own. Make "
+            "data.batch_size smaller, or set trainer.use_distributed_sampler=false if it has each rank's own rows."
+        )
+    else:
+        yield from itertools.islice(loader, rank, num * num_ranks, num_ranks)
 
 
 def _why(err: Exception) -> str:

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -50,10 +51,23 @@ def trainer_defaults(config: Config) -> dict[str, Any]:
     The package's data modules deal out rows to ranks themselves, and a benchmark takes each rank's batches as they are.
     The loaders of any other data module get Lightning's sampler, so that each rank trains its own rows.
     """
-    made_by = _target_of("data", config["data"])
-    deals_out = isinstance(made_by, type) and issubclass(made_by, RecDataModule)
-    own = {"use_distributed_sampler": False} if deals_out or "arms" in config else {}
+    own = {"use_distributed_sampler": False} if _deals_out(config) or "arms" in config else {}
     return {"enable_model_summary": False, "num_sanity_val_steps": 0, **own}
+
+
+def _deals_out(config: Config) -> bool:
+    """Return whether a data module of the package deals out rows to ranks."""
+    made_by = _target_of("data", config["data"])
+    return isinstance(made_by, type) and issubclass(made_by, RecDataModule)
+
+
+def deals_batches_out(config: Config, loader: Any) -> bool:
+    """Return whether a benchmark has to deal a loader's batches out to ranks: where `Trainer` would deal out rows."""
+    wanted = config["trainer"].get("use_distributed_sampler", True) and not _deals_out(config)
+    by_itself = isinstance(getattr(loader, "dataset", None), IterableDataset) or isinstance(
+        getattr(loader, "sampler", None), DistributedSampler
+    )
+    return bool(wanted) and isinstance(loader, DataLoader) and not by_itself
 
 
 def build_data(config: Config) -> LightningDataModule:

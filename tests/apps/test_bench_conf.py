@@ -3,15 +3,19 @@
 import inspect
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.modules.activation import SwishLayerNorm
 
 from lightning_overlap import MODES
 from lightning_overlap.apps import build, config_checks
+from lightning_overlap.apps.bench_worker import own_batches
 from lightning_overlap.data import SyntheticDataModule
 
 from .test_conf import composed, names
@@ -135,3 +139,36 @@ def test_bad_words_are_answered_before_a_rank_starts(override: str, message: str
     check = build.check if "base+" in override else config_checks.check
     with pytest.raises(ValueError, match=re.escape(message)):
         check(config)
+
+
+class _Rows(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+@pytest.mark.parametrize(
+    ("target", "trainer", "loader", "dealt_out"),
+    [
+        ("lightning.pytorch.LightningDataModule", {}, DataLoader(range(12), batch_size=2), True),
+        ("lightning.pytorch.LightningDataModule", {"use_distributed_sampler": False}, DataLoader(range(12), 2), False),
+        ("lightning_overlap.data.SyntheticDataModule", {}, DataLoader(range(12), batch_size=2), False),
+        ("lightning.pytorch.LightningDataModule", {}, DataLoader(_Rows(), batch_size=2), False),
+        (
+            "lightning.pytorch.LightningDataModule",
+            {},
+            DataLoader(range(12), 2, sampler=DistributedSampler(range(12), 1, 0, shuffle=False)),
+            False,
+        ),
+    ],
+    ids=["a loader of all rows", "told otherwise", "the package's", "an iterable dataset", "a loader of own rows"],
+)
+def test_each_rank_measures_rows_of_its_own(target: str, trainer: dict[str, Any], loader: Any, dealt_out: bool) -> None:
+    config = {"data": {"_target_": target}, "trainer": trainer, "num_batches": 2}
+    first, second = ([one.tolist() for one in own_batches(config, loader, rank, 2)] for rank in range(2))
+    assert (first, second) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]]) if dealt_out else ([[0, 1], [2, 3]],) * 2
+
+
+def test_a_rank_without_a_batch_is_refused() -> None:
+    config = {"data": {"_target_": "lightning.pytorch.LightningDataModule"}, "trainer": {}, "num_batches": 2}
+    with pytest.raises(ValueError, match=r"has 1 batches for 2 ranks.*data\.batch_size smaller"):
+        list(own_batches(config, DataLoader(range(12), batch_size=12), 0, 2))
