@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -214,6 +215,22 @@ def test_what_is_no_saved_state_is_told(training: Training, tmp_path: Path) -> N
     updated(None, training.sink).save(tmp_path / "state.pt")
     with pytest.raises(TablesError, match=r"is \(7, 4\) of torch.float32 in the saved state, and \(7, 5\) of"):
         Replica(empty_tables() | {A: torch.ones(7, 5)}, training.sink, start=tmp_path / "state.pt")
+
+
+def test_a_damaged_state_is_refused(training: Training, tmp_path: Path) -> None:
+    """Any single byte, the checksum's own too, and any end that is missing."""
+    path = tmp_path / "state.pt"
+    updated(None, training.sink).save(path)
+    torch.load(path, weights_only=True)  # other readers skip the checksum
+    whole, draw = path.read_bytes(), Random(3)
+    for place in (*draw.sample(range(len(whole)), 60), *range(len(whole) - 40, len(whole))):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        with pytest.raises(ReplicaError, match=r"state.pt is (damaged|no)"):
+            Replica(None, training.sink, start=path)
+    for size in (0, 1, 30, *draw.sample(range(len(whole)), 20), len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ReplicaError, match=r"state.pt is (damaged|no)"):
+            Replica(None, training.sink, start=path)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -20,3 +20,4 @@ from .form import (
     parse_names,
     read_header,
 )
+from .sealed import SealedFile, check_seal

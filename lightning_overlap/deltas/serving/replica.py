@@ -8,12 +8,26 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..files import TRAILER_SIZE, WEIGHT, Chain, CutError, CutFile, FileError, FileName, Head, Move, as_words, file_of
+from ..files import (
+    TRAILER_SIZE,
+    WEIGHT,
+    Chain,
+    CutError,
+    CutFile,
+    FileError,
+    FileName,
+    Head,
+    Move,
+    SealedFile,
+    as_words,
+    check_seal,
+    file_of,
+)
 from ..sinks import DeltaSink, resolve_sink, write_whole
 from .served_tables import CoveredRows, ServedTables
 
@@ -243,6 +257,7 @@ class Replica(AbstractContextManager["Replica"]):
 
     def _load(self, path: Path) -> None:
         try:
+            check_seal(path)
             saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
@@ -338,9 +353,15 @@ class Replica(AbstractContextManager["Replica"]):
 
 
 def save_whole(content: Any, path: Path) -> None:
-    """Write a file for `torch.load` atomically, and make its folder."""
+    """Write a file for `torch.load` atomically, with a checksum, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(os.path.abspath(path), lambda file: torch.save(content, file))
+
+    def write(file: IO[bytes]) -> None:
+        sealed = SealedFile(file)
+        torch.save(content, cast(IO[bytes], sealed))
+        sealed.seal()
+
+    write_whole(os.path.abspath(path), write)
 
 
 class _ReadLock:
