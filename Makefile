@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick gpu fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
+.PHONY: help install redis-server train test check quick gpu fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -43,6 +43,7 @@ help:
 	@echo "make mutants break the package in each way of tests/laws/breaks.py, and see that a test fails: 10 minutes"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
 	@echo "make smoke-torch-2.14   the same with torch 2.14, where the index has a CPU build of it"
+	@echo "make smoke-ray   the tests of Ray Train, with Ray in a .venv of its own"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"
 	@echo "make clean   remove .venv, builds and caches"
 
@@ -100,6 +101,10 @@ smoke: smoke-older smoke-newer
 smoke-older smoke-newer smoke-torch-2.14: smoke-%:
 	@$(MAKE) --no-print-directory install VENV=.venv-$* OVERLAY=requirements/$*.lock
 	.venv-$*/bin/python -m pytest -m smoke
+
+smoke-ray:
+	@$(MAKE) --no-print-directory install VENV=.venv-ray OVERLAY=requirements/ray.lock
+	$(THREADS) .venv-ray/bin/python -m pytest tests/cluster/test_ray.py
 
 check-lock: $(INSTALLED)
 	$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)

@@ -9,6 +9,7 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -44,35 +45,45 @@ def saved_at(checkpoint: Path) -> float:
     return checkpoint.stat().st_mtime
 
 
-if __name__ == "__main__":
+def train(folder: Path, steps: int, save_every: int, **launched: Any) -> str:
+    """Train one rank, from the newest checkpoint on; rank 0 returns the last step and its loss.
+
+    `launched` are the Trainer's arguments that depend on the launcher.
+    """
+    seed_everything(0)
+    # Your data module. Its loaders are stateful: a resumed epoch goes on after the last trained batch.
+    data = SyntheticDataModule(rows_per_table=1000, batch_size=128, num_batches=steps, num_val_batches=0)
+    model = DLRM(data.table_sizes, data.num_dense, table_learning_rate=0.05)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=save_every, save_last="link", save_top_k=1)
+    trainer = Trainer(
+        accelerator="cpu",  # "cuda" with one GPU per process
+        max_epochs=1,
+        callbacks=[saves],
+        default_root_dir=folder,  # Slurm's preemption saves here
+        logger=False,
+        enable_progress_bar=False,
+        **launched,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=newest_checkpoint(folder))
+    if not trainer.is_global_zero or "train_loss" not in trainer.callback_metrics:  # no step if it was complete before
+        return ""
+    return f"step {trainer.global_step}: loss {trainer.callback_metrics['train_loss']:.9f}"
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path("run"), help="of the checkpoints; all hosts share it")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=100, help="steps that a crash costs, at most")
-    arguments = parser.parse_args()
+    return parser
 
-    seed_everything(0)
-    # Your data module. Its loaders are stateful: a resumed epoch goes on after the last trained batch.
-    data = SyntheticDataModule(rows_per_table=1000, batch_size=128, num_batches=arguments.steps, num_val_batches=0)
-    model = DLRM(data.table_sizes, data.num_dense, table_learning_rate=0.05)
+
+if __name__ == "__main__":
     # How long an exchange waits for a host without power. A rank that dies is noticed at once.
     strategy = OverlapEmbeddingStrategy(timeout=timedelta(minutes=5))
-    saves = ModelCheckpoint(
-        arguments.folder, "{step}", every_n_train_steps=arguments.save_every, save_last="link", save_top_k=1
-    )
-    trainer = Trainer(
-        accelerator="cpu",  # "cuda" with one GPU per process
-        **hosts_and_ranks(),
-        strategy=strategy,
-        max_epochs=1,
-        callbacks=[saves],
-        default_root_dir=arguments.folder,  # Slurm's preemption saves here
-        logger=False,
-        enable_progress_bar=False,
-    )
     try:
-        trainer.fit(model, datamodule=data, ckpt_path=newest_checkpoint(arguments.folder))
+        said = train(**vars(make_parser().parse_args()), **hosts_and_ranks(), strategy=strategy)
     except SIGTERMException:  # its own exit code is 0, which a launcher takes for the end of the work
         sys.exit(128 + signal.SIGTERM)
-    if trainer.is_global_zero and "train_loss" in trainer.callback_metrics:  # no step if it was complete before
-        print(f"step {trainer.global_step}: loss {trainer.callback_metrics['train_loss']:.9f}")
+    if said:
+        print(said)

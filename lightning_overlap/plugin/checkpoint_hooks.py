@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .. import checkpoint as checkpoints
-from ..checkpoint import COLLISIONS, FULL, INCREMENTAL, SHARDED, FolderSaver, Generators, Increments
+from ..checkpoint import FULL, INCREMENTAL, SHARDED, FolderSaver, Increments
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
 from ..text import without_secrets
@@ -35,13 +35,11 @@ class SavesShards(HasRun):
     async_checkpoint: bool
     most_increments: float
     _newest: Path | None = None  # the newest checkpoint
-    _generators: Generators | None = None  # of a checkpoint that was loaded for a fit that has not begun
     _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._generators = None
         self._folder_saver = FolderSaver(None)  # writes folders while training goes on
 
     @override
@@ -96,7 +94,8 @@ class SavesShards(HasRun):
         self.settle_save()
         self._folder_saver.wait()  # its thread uses `checkpoint_group`, as everything below does
         with self.saving():
-            self._save(checkpoint, self.broadcast(filepath), storage_options)
+            path = self.broadcast(filepath)
+            self._save(checkpoint, path, self.choose_format(filepath, path), storage_options)
 
     def begin_increments(self, fit: Fit, undo: ExitStack) -> None:
         """Begin to mark the rows that the next checkpoint has to have; all ranks call this as a fit begins."""
@@ -124,8 +123,15 @@ class SavesShards(HasRun):
         whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self._module)
         return self.checkpoint_format or (FULL if whole else SHARDED)
 
-    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        module, saved_format = self._module, self._format_of_saves
+    def choose_format(self, own_path: Any, path: Any) -> str:
+        """Return the format of a checkpoint at `path`, which rank 0 was given, and this rank `own_path`.
+
+        All ranks call this.
+        """
+        return self._format_of_saves
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, saved_format: str, storage_options: Any) -> None:
+        module = self._module
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks.
         fit_loop = _fit_loop(checkpoint)
         gathered = gather_objects((fit_loop.get(_LOADER), fit_loop.pop(METRICS, None)), self.checkpoint_group)
@@ -249,21 +255,12 @@ class SavesShards(HasRun):
             raise
         if self.averages is not None:
             self.averages.load(checkpoint)
-        if hands_out_rows(module):
-            saved = checkpoint.get(COLLISIONS, {}) if num_ranks == self.world_size else {}
-            generators = checkpoints.load_collision_state(module, saved, self.checkpoint_group)
-            self._generators = generators if self._fits else None
         if self._fits and self._is_sharded:
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             assert isinstance(checkpoint, dict)
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             checkpoints.load_fused(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
-
-    def take_generators(self) -> Generators | None:
-        """Return the states of generators of the loaded checkpoint, once."""
-        generators, self._generators = self._generators, None
-        return generators
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ LOGGER = "lightning.pytorch.lightning_overlap"  # a child of Lightning's logger,
 KNOWN_RECORDS: Mapping[str, str] = {
     "torchrec.distributed.planner.types": "The topology was constructed directly",
     "torchrec.distributed.planner.storage_reservations": "There is a known issue with TorchRec's dense tensor",
+    "torchrec.distributed.planner.partitioners": "GreedyPerfPartitioner - ",  # thousands, where INFO is logged
     "torchrec.distributed.utils": "caching params will be ignored",
     "torch.fx._symbolic_trace": "is_fx_tracing will return true",  # TorchRec's own call of it
     "": "Sharding spec not found",  # of each data-parallel table

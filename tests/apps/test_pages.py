@@ -34,7 +34,7 @@ OWN_PROJECT = ROOT / "examples" / "own_project"
 CLUSTER = {  # shown whole on the page; tests/cluster runs them
     path.read_text(encoding="utf-8"): path.name
     for path in (ROOT / "examples" / "cluster").iterdir()
-    if path.suffix in (".sh", ".sbatch", ".yaml")
+    if path.suffix in (".sh", ".sbatch", ".yaml") or path.name == "ray_train.py"
 }
 RUN_ELSEWHERE = {"README.md", "docs/quickstart.md"}  # by test_readme.py
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -47,7 +47,8 @@ def test_every_block_says_what_it_is() -> None:
     """```text for drawings and what a program says. Only these are not run, for the reason on the page."""
     assert {block.language for block in BLOCKS} == {"python", "bash", "text", "yaml"}
     assert {(block.page, block.why_not_run) for block in BLOCKS if block.why_not_run} == {
-        ("docs/deltas_sinks.md", "by a broker")  # made and looked at, below
+        ("docs/deltas_sinks.md", "by a broker"),  # made and looked at, below
+        ("docs/clusters.md", "by Ray"),  # tests/cluster/test_ray.py does
     }
 
 

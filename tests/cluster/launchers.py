@@ -25,13 +25,16 @@ _LAUNCHERS = re.compile(r"(TORCHELASTIC|PET|SLURM|OMPI|LOCAL|GROUP|ROLE)_|(RANK|
 _FAULT = f"""
 import os, sys
 
-def watch(event, args):
-    if event == "open" and "step={FAULT_AT}.ckpt" in str(args[0]) and not os.path.exists(os.environ["FAULT_MARK"]):
-        open(os.environ["FAULT_MARK"], "w").close()
-        os.kill(os.getpid(), int(os.environ["FAULT_SIGNAL"]))
+def is_rank_1():  # Ray's workers learn it after they have started
+    return "1" in [os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")]
 
-if "1" in [os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")]:
-    sys.addaudithook(watch)
+def watch(event, args):
+    if event == "open" and "step={FAULT_AT}.ckpt" in str(args[0]) and is_rank_1():
+        if not os.path.exists(os.environ["FAULT_MARK"]):
+            open(os.environ["FAULT_MARK"], "w").close()
+            os.kill(os.getpid(), int(os.environ["FAULT_SIGNAL"]))
+
+sys.addaudithook(watch)
 """
 # Two tasks on two hosts, both of them this one. `scontrol requeue` ends them, as Slurm does.
 _SRUN = """

@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ..support.ranks import Ranks, free_port
-from .launchers import FAULT_AT, Cluster, finish, last_words, pods, resumed_from, undisturbed
+from ..support.ranks import free_port
+from .launchers import FAULT_AT, Cluster, finish, last_words, pods, resumed_from
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def loss(two_ranks: Ranks) -> str:
-    first, second = two_ranks.run_once(undisturbed)
-    assert (bool(first), second) == (True, "")
-    return str(first)
 
 
 def test_torchrun_restarts_ranks_after_one_is_killed(loss: str, tmp_path: Path) -> None:

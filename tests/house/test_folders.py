@@ -20,7 +20,7 @@ FLOORS = (  # from the ground up; each file or folder imports from those on the 
     ("sparse", "tuning", "updated_rows"),
     ("checkpoint",),
     ("plugin",),
-    ("callbacks", "deltas"),
+    ("callbacks", "deltas", "ray"),
     ("testing", "apps"),
     ("train", "benchmark", "conf"),
 )
@@ -35,7 +35,7 @@ LEAVES_ALONE = {
     **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }
 # Folders, and the only others that import them; rooms of `deltas/`, and those that each may import.
-WINGS = {"deltas": [], "data": ["models", "apps"], "models": ["apps"], "apps": ["train", "benchmark"]}
+WINGS = {"ray": [], "deltas": [], "data": ["models", "apps"], "models": ["apps"], "apps": ["train", "benchmark"]}
 ROOMS = {"files": [], "sinks": ["files"], "serving": ["files", "sinks"], "recording": ["files", "sinks"]}
 PRIVATE = "compat"  # a file for each library, with its private names; each file is a face of its own
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
