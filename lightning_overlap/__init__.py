@@ -22,6 +22,9 @@ except (ImportError, OSError) as err:  # OSError: a shared library of FBGEMM doe
     err.add_note(versions.what_is_supported())
     raise
 
+# By name, as the strategy does not know `deltas/`, which is above it and needs packages of an extra.
+OverlapEmbeddingStrategy.checkpoint_readers["deltas"] = "lightning_overlap.deltas.restoring:read_deltas"
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .deltas import Replica as Replica

@@ -5,7 +5,7 @@ from .dense_state import by_name
 from .full_file import check_file, gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
 from .incremental import Increments
 from .not_checkpoints import DamagedError, why_no_checkpoint
-from .parts import AVERAGES
+from .parts import AVERAGES, FUSED
 from .sharded_folder import (
     FULL,
     INCREMENTAL,
@@ -17,5 +17,17 @@ from .sharded_folder import (
     load_folder,
     resolve_path,
 )
-from .table_state import Piece, check_tables, fill_from_whole, local_parts, map_shards
+from .table_state import (
+    ITERATION,
+    KERNEL_KINDS,
+    Loading,
+    Piece,
+    StateKey,
+    Window,
+    check_tables,
+    fill_from_whole,
+    fused_state,
+    local_parts,
+    map_shards,
+)
 from .whole_tables import FoundTable, TableReader, find_table

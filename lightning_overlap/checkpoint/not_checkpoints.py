@@ -102,10 +102,7 @@ def _kind_of_folder(path: Path) -> str:
     if checkpoints:
         return f"a folder of checkpoints. Pass one of them: {some(checkpoints)}."
     if any(re.fullmatch(r"g\d+-s\d+-r.*\.arrow", name) for name in inside):
-        return (
-            "a folder of deltas, which replicas read (lightning_overlap.Replica). They cannot continue a training. "
-            f"{_PASS}"
-        )
+        return f"a folder of deltas. To begin from what they have, pass ckpt_path='deltas://{path}'."
     if ".metadata" in inside:
         return (
             f"a folder without {METADATA_NAME}: a copy of a checkpoint that lacks files, or a checkpoint of another "

@@ -367,6 +367,34 @@ def set_restarting(loop: Loop, restarting: bool) -> None:
     Loop.restarting.fset(loop, restarting)  # type: ignore[attr-defined]
 
 
+def fit_loop_state(*, epochs: int, batches: int, steps: int, is_automatic: bool) -> dict[str, Any]:
+    """Return a fit loop's state of a checkpoint, between two epochs: `epochs` and `batches` are over.
+
+    `steps` is the trainer's global step; `is_automatic` says whether Lightning makes the optimizer's steps.
+    """
+
+    def count(number: int, *more: str) -> dict[str, Any]:
+        return dict.fromkeys(("ready", "completed", *more), number)
+
+    def progress(total: int, current: int, *more: str) -> dict[str, Any]:
+        return {"total": count(total, *more), "current": count(current, *more)}
+
+    stepped = progress(steps, 0)
+    zeroed = progress(steps, 0, "started")
+    return {
+        "state_dict": {},
+        "epoch_progress": progress(epochs, epochs, "started", "processed"),
+        "epoch_loop.state_dict": {"_batches_that_stepped": steps if is_automatic else batches},
+        # As at the end of an epoch, so that the next batch is the first one of the data.
+        "epoch_loop.batch_progress": {**progress(batches, 0, "started", "processed"), "is_last_batch": True},
+        **(
+            {"epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": stepped, "zero_grad": zeroed}}}
+            if is_automatic
+            else {"epoch_loop.manual_optimization.optim_step_progress": stepped}
+        ),
+    }
+
+
 # -- metrics: what `self.log` has collected ----------------------------------------------------------------------------
 
 

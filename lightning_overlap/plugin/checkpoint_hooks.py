@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -31,6 +32,12 @@ _CHOICE = "lightning_overlap_auto"  # the mode that `pipeline="auto"` has chosen
 class SavesShards(HasRun):
     """The hooks of a strategy around checkpoints; a module without sharded tables is saved as DDPStrategy does."""
 
+    checkpoint_readers: ClassVar[dict[str, str]] = {}
+    """SCHEME -> the function that reads `ckpt_path="SCHEME://REST"`, by its name, "module:function".
+
+    All ranks call it with REST and the trainer. It loads tables and fused state into the trainer's module, and returns
+    Lightning's checkpoint: its `state_dict` shares the module's memory, and its `FUSED` is None.
+    """
     checkpoint_format: str | None
     async_checkpoint: bool
     most_increments: float
@@ -197,6 +204,10 @@ class SavesShards(HasRun):
         self.settle_save()
         self._folder_saver.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
+        scheme, _, rest = str(checkpoint_path).partition("://")
+        if scheme in self.checkpoint_readers:
+            read: Any = resolve_name(self.checkpoint_readers[scheme])
+            return read(rest, self._module.trainer)  # type: ignore[no-any-return]
         options = [] if weights_only is None else [weights_only]  # Lightning 2.5 has no such argument
         load_plain = partial(super().load_checkpoint, checkpoint_path, *options)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
+from typing_extensions import override
 
 from ..compat.lightning import wrap_resume_start
 from ..distributed import Group, gather_objects
@@ -43,7 +44,19 @@ def _resume(
         raise FileNotFoundError(
             f"ckpt_path: {', '.join(without[:8])} found no checkpoint to load, {', '.join(paths[:8])}. {_SHARE}"
         )
+    if path and without_secrets(str(path)) != str(path):
+        path = _Address(path)
     resume_start(path, *args, **kwargs)
+
+
+class _Address(str):
+    """An address with secrets, which Lightning's messages show without them."""
+
+    __slots__ = ()
+
+    @override
+    def __format__(self, spec: str) -> str:
+        return format(without_secrets(self), spec)
 
 
 def read_alike(read: Callable[[], tuple[T, bool]], path: Any, group: Group) -> T:

@@ -631,6 +631,42 @@ def test_a_checkpoint_is_read_by_resume_start(undo: ExitStack, tmp_path: Path) -
     assert "resume_start" not in vars(trainer._checkpoint_connector)
 
 
+class ByHand(Model):
+    """Makes the steps of its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.layer(batch).sum())
+        for _ in range(2):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Model, ByHand])
+def test_a_fit_loops_state_between_two_epochs(tmp_path: Path, kind: type[Model]) -> None:
+    """A fit that begins with it has the counts of one that has trained its epochs, and goes on with the next one."""
+    path, module = tmp_path / "a.ckpt", kind()
+    trainer = make_trainer(max_epochs=2, limit_val_batches=0)
+    trainer.fit(module)
+    is_automatic = kind is Model
+    assert trainer.global_step == 8 if is_automatic else 16
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    state = lightning.fit_loop_state(epochs=2, batches=8, steps=trainer.global_step, is_automatic=is_automatic)
+    torch.save({**checkpoint, "loops": {"fit_loop": state}}, path)
+    again = make_trainer(max_epochs=3, limit_val_batches=0)
+    again.fit(kind(), ckpt_path=path)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module)
+    for one in (trainer, again):
+        assert (one.current_epoch, one.fit_loop.epoch_loop.total_batch_idx) == (3, 11)
+        assert one.global_step == (12 if is_automatic else 24)
+        assert lightning.logged_step(one) == 12
+
+
 @meanings.of("Trainer._teardown")
 def test_tear_down_ends_a_run() -> None:
     class Ends(Callback):

@@ -91,6 +91,8 @@ def test_a_header_has_the_types_that_it_says(name: str, junk: Any) -> None:
         value = getattr(header, field.name)
         if field.name in ("after", "found"):
             assert value is None or (len(value) == 2 and {type(one) for one in value} == {int})
+        elif field.name == "row_wise":
+            assert value is None or [list(map(type, one)) for one in value] == [[str, str, int, int]] * len(value)
         elif field.name == "tables":
             assert isinstance(value, dict)
         elif field.name == "time":

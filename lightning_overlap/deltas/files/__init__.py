@@ -6,6 +6,7 @@ from .form import (
     SCHEMA,
     TRAILER_SIZE,
     WEIGHT,
+    Columns,
     CutFile,
     Dense,
     FileError,

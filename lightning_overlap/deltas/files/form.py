@@ -35,6 +35,7 @@ TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a f
 SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
 Piece: TypeAlias = bytes | memoryview  # bytes of a file; a view's memory is reused after the file is written
+Columns: TypeAlias = tuple[str, str, int, int]  # table, kind of state, first column and number of columns of a shard
 
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
@@ -106,6 +107,9 @@ class Header:
     is_void: bool = False
     fit: str = ""
     found: tuple[int, int] | None = None  # the fit does not know the rows of later cuts of earlier generations
+    epoch: int = 0  # number of epochs that are over
+    batch: int = 0  # number of batches of the next epoch that are trained
+    row_wise: list[Columns] | None = None  # row-wise states of column shards; None: no states are sent
     schema: int = SCHEMA
 
     @property
@@ -244,6 +248,10 @@ def _header(written: dict[str, Any]) -> Header:
     for cut in ("after", "found"):
         kept[cut] = None if kept.get(cut) is None else _integers(kept[cut], 2)
     kept["tables"] = {table: _integers(shape, 2) for table, shape in kept["tables"].items()}
+    if kept.get("row_wise") is not None:
+        if not isinstance(kept["row_wise"], list):
+            raise TypeError(f"its row_wise is {kept['row_wise']!r}")
+        kept["row_wise"] = [(str(table), str(kind), *_integers(at, 2)) for table, kind, *at in kept["row_wise"]]
     header = Header(**kept)
     for key, kind in (("run", str), ("fit", str), ("is_void", bool)):
         if not isinstance(getattr(header, key), kind):
@@ -260,6 +268,8 @@ def _header(written: dict[str, Any]) -> Header:
         "num_chunks",
         "num_pending",
         "global_step",
+        "epoch",
+        "batch",
     )
     _integers([getattr(header, key) for key in numbers], len(numbers))
     return header

@@ -18,7 +18,7 @@ from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
 from ...tables import ShardedStateNames, num_fused_writes, sharded_modules
 from ...updated_rows import TouchedRows
-from ..files import WEIGHT, FileError, FileName, Header, decode, encode_pieces, parse_names, read_header
+from ..files import WEIGHT, Columns, FileError, FileName, Header, decode, encode_pieces, parse_names, read_header
 from ..sinks import DeltaSink, check_sink, resolve_sink
 from .cuts import Cut, DenseSource, base_files, columns_of_states, merged_rows
 from .writer import CutWriter
@@ -83,7 +83,7 @@ class EmbeddingDeltas(Callback):
         self._sends_dense, self._states = dense, optimizer_state
         self._run_sends_dense = False  # whether replicas have a dense part of this run
         self._restored: dict[str, Any] | None = None  # from the checkpoint that the next fit resumes from
-        self._columns: list[tuple[str, str, int, int]] | None = None  # `columns_of_states`; None: no states are sent
+        self._columns: list[Columns] | None = None  # `columns_of_states`; None: no states are sent
         self._acknowledged: tuple[int, int] | None = None  # the newest cut known to be written on all ranks
         self.run: str | None = None
         """Identifies the training, over all of its resumes; None before the first fit."""
@@ -149,6 +149,16 @@ class EmbeddingDeltas(Callback):
     @property
     def _step(self) -> int:
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The number of epochs that are over, and of batches of the next epoch that are trained."""
+        fit_loop: Any = self._trainer.fit_loop
+        epochs, batches = fit_loop.epoch_progress.current, fit_loop.epoch_loop.batch_progress
+        is_within = epochs.processed < epochs.started
+        if is_within and not batches.is_last_batch:
+            return epochs.processed, batches.current.ready
+        return epochs.processed + is_within, 0
 
     def _begin(self, restored: dict[str, Any] | None) -> None:
         """Begin a generation with all rows, or with the rows that replicas may have with other values."""
@@ -220,6 +230,7 @@ class EmbeddingDeltas(Callback):
 
     def _header(self, after: tuple[int, int] | None) -> Header:
         assert self.run is not None
+        epoch, batch = self._place
         return Header(
             run=self.run,
             generation=self.generation,
@@ -235,6 +246,9 @@ class EmbeddingDeltas(Callback):
             tables=self._tables,
             fit=self._fit,
             found=self._found,
+            epoch=epoch,
+            batch=batch,
+            row_wise=self._columns,
         )
 
     @property
@@ -398,3 +412,16 @@ class EmbeddingDeltas(Callback):
         # the count of writes to this rank's fused tables, right after they were loaded
         modules = sharded_modules(self._trainer.lightning_module).values()
         self._restored = state_dict | {"writes": sum(sum(num_fused_writes(module)) for module in modules)}
+
+
+def state_after(header: Header, *, sends_dense: bool) -> dict[str, Any]:
+    """Return the `state_dict` of an `EmbeddingDeltas` whose run has nothing to send beside the cut of a header."""
+    return {
+        "run": header.run,
+        "generation": header.generation,
+        "rows": {},
+        "whole": [],
+        "columns": header.row_wise,
+        "dense": sends_dense,
+        "acknowledged": [header.generation, header.step],
+    }

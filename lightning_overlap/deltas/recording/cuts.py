@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...updated_rows import Field, RowCopy, to_host
-from ..files import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
+from ..files import WEIGHT, Columns, Dense, Header, Piece, Rows, encode_pieces
 
 FILE_BYTES = 5 << 20  # most bytes of rows in a file; larger files do not fit a core's cache and are slower
 WINDOW_BYTES = 64 << 20  # most bytes of values in a file of a base
@@ -143,7 +143,7 @@ def _row_bytes(values: Tensor) -> int:
     return values.shape[1] * values.element_size()
 
 
-def columns_of_states(fields: Iterable[Field]) -> list[tuple[str, str, int, int]]:
+def columns_of_states(fields: Iterable[Field]) -> list[Columns]:
     """Return (table, kind, first column, number of columns) of row-wise states whose values depend on the plan."""
     return sorted(
         (shard.name, kind, shard.first_column, shard.weight.shape[1])

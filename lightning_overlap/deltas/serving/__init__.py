@@ -2,4 +2,4 @@
 
 from .http_server import ReplicaServer
 from .replica import Lag, Position, Replica, ReplicaError
-from .served_tables import TablesError
+from .served_tables import Tables, TablesError, write_rows

@@ -29,7 +29,7 @@ from ..files import (
     file_of,
 )
 from ..sinks import DeltaSink, resolve_sink, write_whole
-from .served_tables import CoveredRows, ServedTables
+from .served_tables import CoveredRows, ServedTables, Tables
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
@@ -71,7 +71,7 @@ class Replica(AbstractContextManager["Replica"]):
 
     Args:
         target: The tables to update: the trained LightningModule, unsharded, on any device; or a mapping from names in
-            its `state_dict` to tensors; or None to make tables, see `state_dict`.
+            its `state_dict` to tensors; or None to make tables, see `state_dict`. (`Tables` write in their own way.)
         sink: A sink, or its address (see `resolve_sink`).
         start: A file written by `save`, to continue from.
         optimizer_state: Whether to also keep optimizer state, in `optimizer_state`.
@@ -84,7 +84,7 @@ class Replica(AbstractContextManager["Replica"]):
 
     def __init__(
         self,
-        target: nn.Module | Mapping[str, Tensor] | None,
+        target: nn.Module | Mapping[str, Tensor] | Tables | None,
         sink: str | os.PathLike[str] | DeltaSink,
         *,
         start: str | os.PathLike[str] | None = None,
@@ -92,7 +92,7 @@ class Replica(AbstractContextManager["Replica"]):
         kept_bytes: int = 256 << 20,
     ) -> None:
         self.sink = resolve_sink(sink)
-        self._tables = ServedTables(target, optimizer_state)
+        self._tables = target if isinstance(target, Tables) else ServedTables(target, optimizer_state)
         self._chain = Chain(self.sink)
         self._kept_bytes = kept_bytes
         self._lock = _ReadLock()
@@ -265,6 +265,7 @@ class Replica(AbstractContextManager["Replica"]):
             raise ReplicaError(f"{path} is not a state of a replica: {type(err).__name__}: {err}") from err
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise ReplicaError(f"{path} is not a state of a replica: pass a file that `Replica.save` wrote.")
+        assert isinstance(self._tables, ServedTables)
         self._tables.load(saved["tensors"], saved["optimizer_state"])
         self.position = Position(*saved["position"])
         self._chain.run, self._chain.fit = saved["run"], saved.get("fit", "")
@@ -320,7 +321,7 @@ class Replica(AbstractContextManager["Replica"]):
         with self._lock.writing():
             try:
                 if move.is_base:
-                    self._tables.optimizer_state.clear()  # may have kinds that are not sent any more
+                    self._tables.begin()
                 for head, name in move.files:
                     if name in kept:
                         file = kept.pop(name)

@@ -1,6 +1,7 @@
 """The tables of a replica: check files against them, and write rows."""
 
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..files import WEIGHT, CutFile, Header, Rows
 
@@ -19,16 +21,84 @@ class TablesError(ValueError):
     """A file does not fit the tables of a replica."""
 
 
-class ServedTables:
+class Tables(ABC):
+    """What a replica writes; `tensors` have the shape and dtype of each table and dense tensor that there is."""
+
+    whose = "this replica"  # for messages
+    lacks_dense: str | None = None  # what to do about a dense tensor that is not in `tensors`; None: it is not needed
+
+    def __init__(self, tensors: dict[str, Tensor], *, keeps_state: bool) -> None:
+        self.tensors, self._keeps_state = tensors, keeps_state
+        self.optimizer_state: dict[str, dict[str, Tensor]] = {}
+
+    @abstractmethod
+    def check_header(self, header: Header) -> None:
+        """Raise a TablesError if the run's tables and these tables differ."""
+
+    def check(self, file: CutFile, name: str, *, begins: bool) -> None:
+        """Raise a TablesError if a file of this name does not fit; with `begins` optimizer state may change shape."""
+        for entry in file.rows:
+            self._check_rows(entry, file.header, name, begins=begins)
+        for tensor in file.dense:
+            if (have := self.tensors.get(tensor.name)) is not None:
+                like = tensor.value.shape, tensor.value.dtype
+                _check_alike(tensor.name, *like, name, have, self.whose, "use the trained module")
+            elif self.lacks_dense is not None:
+                raise TablesError(f"{name} has a dense tensor {tensor.name} that the module lacks: {self.lacks_dense}.")
+
+    def begin(self) -> None:
+        """Forget the optimizer state: files that have all of it, of a base, are written next."""
+        self.optimizer_state.clear()  # may have kinds that are not sent any more
+
+    @abstractmethod
+    def write(self, file: CutFile) -> None:
+        """Write a checked file."""
+
+    def wait_written(self) -> None:
+        """Wait until the device has written everything, since readers' streams do not wait for this stream."""
+        for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _check_rows(self, entry: Rows, header: Header, name: str, *, begins: bool) -> None:
+        if entry.table not in header.tables:
+            raise TablesError(
+                f"{name} has rows of {entry.table}, which its header does not list: {', '.join(header.tables)}."
+            )
+        is_weight = entry.field == WEIGHT
+        if not is_weight and not self._keeps_state:
+            return
+        what, shape = entry.table if is_weight else f"{entry.table} ({entry.field})", header.tables[entry.table]
+        fits = (
+            (entry.shape == shape or (entry.shape == (shape[0], 1) and not is_weight))
+            and 0 <= entry.first_column <= entry.shape[1] - entry.values.shape[1]
+            and len(entry.rows) == len(entry.values)
+            and not ((entry.rows < 0) | (entry.rows >= entry.shape[0])).any()
+        )
+        if not fits:
+            raise TablesError(
+                f"{name} has rows of {what} outside of its shape {shape}: {len(entry.rows)} rows, values "
+                f"{tuple(entry.values.shape)} from column {entry.first_column} on, of a tensor {entry.shape}."
+            )
+        have, advice = self.tensors.get(entry.table), "use tables of the same shape and dtype"
+        if have is None and not begins:
+            raise TablesError(f"{name} has rows of {entry.table}, of which {self.whose} has had no base.")
+        if not is_weight:
+            have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
+            advice = "a change of shape or dtype needs a base first"
+        if have is not None:
+            _check_alike(what, entry.shape, entry.values.dtype, name, have, self.whose, advice)
+
+
+class ServedTables(Tables):
     """Writes rows and dense tensors by name; arguments and errors as for `Replica`. New tables are on the host."""
 
     def __init__(self, target: nn.Module | Mapping[str, Tensor] | None, optimizer_state: bool = False) -> None:
         self._module = target if isinstance(target, nn.Module) else None
         self._makes = target is None
-        self._keeps_state = optimizer_state
         given = target.state_dict() if isinstance(target, nn.Module) else dict(target or {})
-        self.tensors = _plain(given)
-        self.optimizer_state: dict[str, dict[str, Tensor]] = {}
+        super().__init__(_plain(given), keeps_state=optimizer_state)
+        if self._module is not None:
+            self.lacks_dense = "use the trained LightningModule, or a mapping of tables"
         self._not_plain = given.keys() - self.tensors.keys()
         if self._not_plain and self._module is None:
             name = min(self._not_plain)
@@ -39,8 +109,8 @@ class ServedTables:
                 "another device, for example with table_device='cpu'."
             )
 
+    @override
     def check_header(self, header: Header) -> None:
-        """Raise a TablesError if the run's tables and the replica's tables differ."""
         if self._makes:
             return
         if self._module is not None:  # it may have been moved to another device
@@ -66,22 +136,13 @@ class ServedTables:
                 "  Use a mapping from names to tensors to update only the tables that are sent."
             )
 
+    @override
     def check(self, file: CutFile, name: str, *, begins: bool) -> None:
-        """Raise a TablesError if a file of this name does not fit; with `begins` optimizer state may change shape."""
-        for entry in file.rows:
-            self._check_rows(entry, file.header, name, begins=begins)
-        for tensor in () if self._makes else file.dense:
-            if (have := self.tensors.get(tensor.name)) is not None:
-                _check_alike(tensor.name, tensor.value.shape, tensor.value.dtype, name, have, "use the trained module")
-            elif self._module is not None:
-                raise TablesError(
-                    f"{name} has a dense tensor {tensor.name} that the module lacks: use the trained LightningModule, "
-                    "or a mapping of tables."
-                )
+        super().check(file._replace(dense=[]) if self._makes else file, name, begins=begins)
 
+    @override
     @torch.no_grad()
     def write(self, file: CutFile) -> None:
-        """Write a checked file."""
         for entry in file.rows:
             tensors, name = self.tensors, entry.table
             if entry.field != WEIGHT:
@@ -90,17 +151,12 @@ class ServedTables:
                 tensors, name = self.optimizer_state.setdefault(entry.table, {}), entry.field
             if name not in tensors:
                 tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
-            _write_rows(tensors[name], entry)
+            write_rows(tensors[name], entry.rows, entry.first_column, entry.values)
         for tensor in file.dense:
             if self._makes:
                 self.tensors[tensor.name] = tensor.value
             elif tensor.name in self.tensors:
                 self.tensors[tensor.name].copy_(tensor.value)
-
-    def wait_written(self) -> None:
-        """Wait until the device has written everything, since readers' streams do not wait for this stream."""
-        for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
@@ -109,7 +165,7 @@ class ServedTables:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
             have = self.tensors.get(name)
-            _check_alike(name, value.shape, value.dtype, "the saved state", have, "use the same tables")
+            _check_alike(name, value.shape, value.dtype, "the saved state", have, self.whose, "use the same tables")
         for name, value in tensors.items():
             self.tensors[name].copy_(value)
         if self._keeps_state:
@@ -118,35 +174,6 @@ class ServedTables:
     def _tables(self) -> set[str]:
         names = self.tensors.keys() | self._not_plain
         return names if self._module is None else set(filter(_TABLE.fullmatch, names))
-
-    def _check_rows(self, entry: Rows, header: Header, name: str, *, begins: bool) -> None:
-        if entry.table not in header.tables:
-            raise TablesError(
-                f"{name} has rows of {entry.table}, which its header does not list: {', '.join(header.tables)}."
-            )
-        is_weight = entry.field == WEIGHT
-        if not is_weight and not self._keeps_state:
-            return
-        what, shape = entry.table if is_weight else f"{entry.table} ({entry.field})", header.tables[entry.table]
-        fits = (
-            (entry.shape == shape or (entry.shape == (shape[0], 1) and not is_weight))
-            and 0 <= entry.first_column <= entry.shape[1] - entry.values.shape[1]
-            and len(entry.rows) == len(entry.values)
-            and not ((entry.rows < 0) | (entry.rows >= entry.shape[0])).any()
-        )
-        if not fits:
-            raise TablesError(
-                f"{name} has rows of {what} outside of its shape {shape}: {len(entry.rows)} rows, values "
-                f"{tuple(entry.values.shape)} from column {entry.first_column} on, of a tensor {entry.shape}."
-            )
-        have, advice = self.tensors.get(entry.table), "use tables of the same shape and dtype"
-        if have is None and not begins:
-            raise TablesError(f"{name} has rows of {entry.table}, of which this replica has had no base.")
-        if not is_weight:
-            have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
-            advice = "a change of shape or dtype needs a base first"
-        if have is not None:
-            _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
 
 
 class Runs(NamedTuple):
@@ -195,9 +222,10 @@ class CoveredRows:
                     raise TablesError(f"{of_bases} have some rows of {table} twice, and so lack others.")
 
 
-def _write_rows(table: Tensor, entry: Rows) -> None:
-    columns = _bits(table)[:, entry.first_column : entry.first_column + entry.values.shape[1]]
-    columns.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
+def write_rows(table: Tensor, rows_N: Tensor, first_column: int, values_ND: Tensor) -> None:
+    """Write values of a table's dtype, bit for bit, into rows `(N,)`, int64, from a column on."""
+    columns = _bits(table)[:, first_column : first_column + values_ND.shape[1]]
+    columns.index_copy_(0, rows_N.to(table.device), _bits(values_ND).to(table.device))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -213,8 +241,8 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check_alike(
-    name: str, shape: Sequence[int], dtype: torch.dtype, where: str, have: Tensor | None, advice: str
+    name: str, shape: Sequence[int], dtype: torch.dtype, where: str, have: Tensor | None, whose: str, advice: str
 ) -> None:
     if have is None or (have.shape, have.dtype) != (shape, dtype):
         like = "missing" if have is None else f"{tuple(have.shape)} of {have.dtype}"
-        raise TablesError(f"{name} is {tuple(shape)} of {dtype} in {where}, and {like} in this replica: {advice}.")
+        raise TablesError(f"{name} is {tuple(shape)} of {dtype} in {where}, and {like} in {whose}: {advice}.")
