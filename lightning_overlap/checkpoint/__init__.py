@@ -4,8 +4,9 @@ from .atomic import discard, discard_with_leftovers, lead, links_to
 from .dense_state import by_name
 from .full_file import check_file, gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
 from .incremental import Increments
+from .managed_collision_state import Generators, load_collision_state
 from .not_checkpoints import DamagedError, why_no_checkpoint
-from .parts import AVERAGES, FUSED
+from .parts import AVERAGES, COLLISIONS, FUSED
 from .sharded_folder import (
     FULL,
     INCREMENTAL,

@@ -19,7 +19,7 @@ from .atomic import atomic_replace, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .not_checkpoints import DamagedError
-from .parts import AVERAGES, FUSED, MODEL, TABLE_OPTIMIZERS
+from .parts import AVERAGES, COLLISIONS, FUSED, MODEL, TABLE_OPTIMIZERS
 from .plain_state import take_plain_state
 from .sharded_folder import (
     FUSED_CLASSES,
@@ -35,7 +35,8 @@ from .table_state import Loading, fill_from_whole, first_owners, local_parts
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
     """Return Lightning's checkpoint with unsharded tensors on rank 0; None on other ranks. Every rank calls this."""
     state = take_state(checkpoint, model, group)
-    gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS, AVERAGES)}
+    parts = (MODEL, FUSED, TABLE_OPTIMIZERS, AVERAGES, COLLISIONS)
+    gathered = {part: dict(gather(state.get(part, {}), group)) for part in parts}
     if not is_rank_zero(group):
         return None
     weights = gathered.pop(MODEL)
@@ -124,7 +125,7 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
             f"{path} is no checkpoint of Lightning: it has {has}, but no 'state_dict'. "
             "If it is a module's own state_dict, load it before the fit: module.load_state_dict(torch.load(...))."
         )
-    copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES)
+    copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES, COLLISIONS)
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)
         for key, value in checkpoint.items()

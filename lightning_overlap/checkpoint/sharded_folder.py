@@ -30,8 +30,9 @@ from .atomic import atomic_replace, being_replaced, disk_errors, remove, sibling
 from .checksums import CHECKSUMS_NAME, Checksums, HashingFiles, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, put_rows
+from .managed_collision_state import collision_state, own_pieces
 from .not_checkpoints import INCREMENT_NAME, METADATA_NAME, DamagedError, damaged, damaged_part, why_no_checkpoint
-from .parts import AVERAGES, FUSED, MODEL, TABLE_OPTIMIZERS
+from .parts import AVERAGES, COLLISIONS, FUSED, MODEL, TABLE_OPTIMIZERS
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
 
@@ -82,6 +83,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> St
         checkpoint[FUSED_CLASSES] = fused_classes(model)
         state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
+        state[COLLISIONS] = collision_state(model, group)
     state[AVERAGES] = checkpoint.pop(AVERAGES, {})
     if not is_rank_zero(group):
         # Any rank may write what several have. Buffers that are not sharded, as of BatchNorm, differ by rank.
@@ -314,6 +316,8 @@ def load_folder(
     if averages is not None and (there := saved.get(AVERAGES)):
         state[AVERAGES] = {key: piece for key, piece in averages().items() if key in there}
         check_sizes(state[AVERAGES], {key: size for key, (size, _) in there.items()})
+    there = saved.get(COLLISIONS, {})
+    state[COLLISIONS] = {key: torch.empty(there[key][0], dtype=there[key][1]) for key in own_pieces(there, group)}
     state = {part: values for part, values in state.items() if values}
     try:
         for folder, pieces in _by_folder(path, state, saved).items():
@@ -333,7 +337,8 @@ def load_folder(
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
-    loaded = {FUSED: None, AVERAGES: sorted(state.get(AVERAGES, {}))}  # None: already loaded
+    # None: already loaded.
+    loaded = {FUSED: None, AVERAGES: sorted(state.get(AVERAGES, {})), COLLISIONS: state.get(COLLISIONS, {})}
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .. import checkpoint as checkpoints
-from ..checkpoint import FULL, INCREMENTAL, SHARDED, FolderSaver, Increments
+from ..checkpoint import COLLISIONS, FULL, INCREMENTAL, SHARDED, FolderSaver, Generators, Increments
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
 from ..text import without_secrets
@@ -42,11 +42,13 @@ class SavesShards(HasRun):
     async_checkpoint: bool
     most_increments: float
     _newest: Path | None = None  # the newest checkpoint
+    _generators: Generators | None = None  # of a checkpoint that was loaded for a fit that has not begun
     _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
     @override
     def forget_run(self) -> None:
         super().forget_run()
+        self._generators = None
         self._folder_saver = FolderSaver(None)  # writes folders while training goes on
 
     @override
@@ -266,12 +268,21 @@ class SavesShards(HasRun):
             raise
         if self.averages is not None:
             self.averages.load(checkpoint)
+        if hands_out_rows(module):
+            saved = checkpoint.get(COLLISIONS, {}) if num_ranks == self.world_size else {}
+            generators = checkpoints.load_collision_state(module, saved, self.checkpoint_group)
+            self._generators = generators if self._fits else None
         if self._fits and self._is_sharded:
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             assert isinstance(checkpoint, dict)
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             checkpoints.load_fused(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
+
+    def take_generators(self) -> Generators | None:
+        """Return the states of generators of the loaded checkpoint, once."""
+        generators, self._generators = self._generators, None
+        return generators
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -9,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.types import Awaitable
+from torchrec.modules import mc_modules
 
 from lightning_overlap.compat import torchrec
 
@@ -246,6 +247,53 @@ def test_inverse_indices_are_what_an_input_returns() -> None:
     features, found = kjt.inverse_indices()
     assert features == ["b", "a"]
     assert found is indices
+
+
+def counting(interval: int, policy: str) -> mc_modules.MCHManagedCollisionModule:
+    kind = {"lfu": mc_modules.LFU_EvictionPolicy, "distance": mc_modules.DistanceLFU_EvictionPolicy}[policy]
+    return mc_modules.MCHManagedCollisionModule(6, torch.device("cpu"), kind(), interval, input_hash_size=100)
+
+
+def rows_of(module: mc_modules.MCHManagedCollisionModule, batch: list[int]) -> list[int]:
+    values = torch.tensor(batch)
+    rows: list[int] = module({"t": JaggedTensor(values, lengths=torch.ones_like(values))})["t"].values().tolist()
+    return rows
+
+
+@meanings.of(*(f"MCHManagedCollisionModule.{name}" for name in torchrec.PRIVATE_NAMES["MCHManagedCollisionModule"]))
+@given(
+    batches=st.lists(st.lists(st.integers(0, 12), min_size=4, max_size=4), min_size=8, max_size=8),
+    stop=st.integers(0, 7),
+    interval=st.integers(1, 4),
+    policy=st.sampled_from(["lfu", "distance"]),
+    begun=st.booleans(),
+)
+@example(batches=[[1, 2, 3, 4], [5, 6, 7, 8], *[[9] * 4] * 6], stop=1, interval=2, policy="lfu", begun=False)
+def test_another_module_goes_on_with_the_ids_that_one_has_seen(
+    batches: list[list[int]], stop: int, interval: int, policy: str, begun: bool
+) -> None:
+    first, second = counting(interval, policy), counting(interval, policy)
+    for batch in batches[:stop]:
+        rows_of(first, batch)
+    for batch in batches if begun else ():
+        rows_of(second, batch)
+    second.load_state_dict(first.state_dict())
+    torchrec.set_seen_ids(second, torchrec.seen_ids(first))
+    for batch in batches[stop:]:
+        assert rows_of(second, batch) == rows_of(first, batch)
+    assert {name: value.tolist() for name, value in second.state_dict().items()} == {
+        name: value.tolist() for name, value in first.state_dict().items()
+    }
+
+
+def test_a_module_that_forgets_the_ids_that_it_has_seen_begins_as_after_a_load() -> None:
+    one, loaded = counting(3, "lfu"), counting(3, "lfu")
+    for batch in ([1, 2], [3, 4], [5, 6], [7, 8]):
+        rows_of(one, batch)
+    loaded.load_state_dict(one.state_dict())
+    torchrec.forget_seen_ids(one)
+    for batch in ([9, 9], [9, 9], [9, 9], [1, 7]):
+        assert rows_of(one, batch) == rows_of(loaded, batch)
 
 
 def test_each_listed_name_has_a_test() -> None:

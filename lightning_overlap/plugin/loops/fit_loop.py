@@ -22,6 +22,7 @@ from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
+from .generators import ResumedGenerators
 from .resume import Rest, Resume
 from .stand_in import stand_in
 
@@ -40,12 +41,14 @@ class _AutomaticOptimizationMixin(AutomaticOptimization):
 class _FitLoopMixin(FitLoop):
     epoch_loop: EpochLoop
     resume: Resume
+    generators: ResumedGenerators
 
     @override
     def setup_data(self) -> None:
         if self.makes_loaders_anew and isinstance(self.fetcher, LookaheadFetcher):
             self.fetcher.drop()  # batches of an epoch that was cut short
         super().setup_data()
+        self.generators.has_iterators()
         if gives_batches(self.fetcher):
             strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
             fetcher: LookaheadFetcher = strategy.look_ahead(  # type: ignore[attr-defined]
@@ -95,6 +98,9 @@ class _FitLoopMixin(FitLoop):
             tell_sampler_epoch(loader, epochs.processed + ended)
         if not self.resume.begins_data:  # else the states are those of an earlier epoch's end
             super().load_loader_states()
+        if self.resume.loaded:
+            saved = self.trainer.strategy.take_generators()  # type: ignore[attr-defined]
+            self.generators.resume(saved, inside_epoch=self.resume.enters_epoch)
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -147,6 +153,11 @@ class _FitLoopMixin(FitLoop):
         super().on_run_start()
 
     @override
+    def on_advance_start(self) -> None:
+        self.generators.begin_epoch()
+        super().on_advance_start()
+
+    @override
     def advance(self) -> None:
         self.resume.enters_epoch = False
         super().advance()
@@ -181,7 +192,8 @@ class _EpochLoopMixin(EpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
-        super().on_run_start(data_fetcher)
+        with self.trainer.fit_loop.generators.beginning_batches():
+            super().on_run_start(data_fetcher)
         self._resume.begin_epoch()
 
     @property
@@ -307,7 +319,9 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
     stand_in(trainer, "fit_loop", _FitLoopMixin, undo)
     loop: Any = trainer.fit_loop
     loop.resume = Resume(trainer, num_over=loop.epoch_loop.batch_progress.total.ready)
-    undo.callback(vars(loop).pop, "resume")
+    loop.generators = ResumedGenerators(trainer)
+    for own in ("resume", "generators"):
+        undo.callback(vars(loop).pop, own)
     undo.callback(_forget_broken_loader, trainer.fit_loop)
     stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
     stand_in(trainer.fit_loop.epoch_loop, "automatic_optimization", _AutomaticOptimizationMixin, undo)

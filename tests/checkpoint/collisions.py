@@ -1,0 +1,179 @@
+"""Fits with managed collision modules, and what such modules know of ids. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torchrec
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules import mc_embedding_modules, mc_modules
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint.managed_collision_state import counting_modules
+from lightning_overlap.compat.torchrec import seen_ids
+
+from ..support.cases import dense_optimizer
+from ..support.fits import make_trainer
+from ..support.modules import draw_weights, plan_by_place, rows
+from ..tables.supported_modules import collect
+from .resumes import SaveSteps
+
+EPOCH, EPOCHS, BATCH_SIZE, DIM = 6, 2, 6, 8
+EMPTY = torch.iinfo(torch.int64).max
+POLICIES = {
+    "lfu": mc_modules.LFU_EvictionPolicy,
+    "lru": mc_modules.LRU_EvictionPolicy,
+    "distance": mc_modules.DistanceLFU_EvictionPolicy,
+    "threshold": lambda: mc_modules.DistanceLFU_EvictionPolicy(
+        threshold_filtering_func=lambda counts: mc_modules.probabilistic_threshold_filter(counts, 0.4)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model of two tables, and its data."""
+
+    policy: str = "distance"
+    interval: int = 2  # between evictions, in batches
+    num_rows: tuple[int, int] = (41, 24)
+    num_ids: int = 90
+    hash_size: int = 1000  # 0: any ids, spread over the ranks by their remainder
+    sequences: bool = False
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adagrad
+
+
+class Model(LightningModule):
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.setting = setting
+        kind = torchrec.EmbeddingConfig if setting.sequences else torchrec.EmbeddingBagConfig
+        configs: list[Any] = [
+            kind(name=f"t{table}", feature_names=[f"f{table}"], num_embeddings=num, embedding_dim=DIM)
+            for table, num in enumerate(setting.num_rows)
+        ]
+        managed = mc_modules.ManagedCollisionCollection(
+            {
+                config.name: mc_modules.MCHManagedCollisionModule(
+                    zch_size=config.num_embeddings,
+                    device=torch.device("cpu"),
+                    eviction_interval=setting.interval,
+                    eviction_policy=POLICIES[setting.policy](),
+                    input_hash_size=setting.hash_size,
+                )
+                for config in configs
+            },
+            configs,
+        )
+        if setting.sequences:
+            tables: Any = EmbeddingCollection(tables=configs)
+            self.mc: Any = mc_embedding_modules.ManagedCollisionEmbeddingCollection(tables, managed)
+        else:
+            tables = EmbeddingBagCollection(tables=configs)
+            self.mc = mc_embedding_modules.ManagedCollisionEmbeddingBagCollection(tables, managed)
+        self.top = nn.Sequential(nn.Dropout(0.2), nn.Linear(2 * DIM, 1))
+        draw_weights(self, 5, 0.4)
+        self.losses: list[Tensor] = []
+        for _, weight in tables.named_parameters():
+            _apply_optimizer_in_backward(setting.optimizer, [weight], {"lr": 0.5})
+
+    def embeddings(self, kjt: KeyedJaggedTensor) -> Tensor:
+        """(B, 2 * DIM); a sample has one id of each feature."""
+        found, _ = self.mc(kjt)
+        return torch.cat([found[name].values() if self.setting.sequences else found[name] for name in ("f0", "f1")], 1)
+
+    def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> Tensor:
+        loss = self.top(self.embeddings(batch)).square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> None:
+        self.embeddings(batch)
+
+    def configure_optimizers(self) -> Any:
+        return dense_optimizer(self)
+
+
+def plan_of(model: Model) -> ShardingPlan:
+    return plan_by_place(model, lambda _: rows)
+
+
+@dataclass
+class Batches(Dataset):
+    setting: Setting
+    rank: int
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> KeyedJaggedTensor:
+        generator = torch.Generator().manual_seed(100 * self.rank + index)
+        # Few ids come often, many seldom.
+        share = torch.rand(2 * BATCH_SIZE, generator=generator) ** 2
+        return KeyedJaggedTensor(
+            ["f0", "f1"], (share * self.setting.num_ids).long() * 7, lengths=torch.ones(2 * BATCH_SIZE).int()
+        )
+
+
+def loader(setting: Setting) -> Any:
+    return StatefulDataLoader(Batches(setting, dist.get_rank()), batch_size=None)
+
+
+class Run(NamedTuple):
+    """What a fit leaves behind on one rank."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+
+    def differences(self, other: Run) -> list[str]:
+        """Names of what differs from a run that has begun earlier."""
+        found = [key for key in self.state.keys() | other.state.keys() if not _equal(self, other, key)]
+        return found if self.losses == other.losses[-len(self.losses) :] else ["losses", *found]
+
+
+def _equal(one: Run, other: Run, key: str) -> bool:
+    return key in one.state and key in other.state and torch.equal(one.state[key], other.state[key])
+
+
+def fit(
+    setting: Setting,
+    folder: str,
+    load: str | None = None,
+    save_at: tuple[int, ...] = (),
+    pipeline: str = "fused_sparse_dist",
+    checkpoint_format: str | None = None,
+    seed: int = 3,
+    epochs: int = EPOCHS,
+    num_val: int = 0,
+) -> Run:
+    torch.manual_seed(seed + dist.get_rank())
+    model = Model(setting)
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan_of(model), checkpoint_format=checkpoint_format)
+    options: dict[str, Any] = {"max_epochs": epochs, "limit_val_batches": num_val, "num_sanity_val_steps": 0}
+    trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, save_at)], **options)
+    with warnings.catch_warnings(action="ignore"):
+        path = None if load is None else f"{folder}/{load}.ckpt"
+        trainer.fit(model, loader(setting), loader(setting) if num_val else None, ckpt_path=path)
+    state = collect(model, trainer.optimizers[0])
+    for name, module in counting_modules(model).items():
+        seen = seen_ids(module)
+        state |= {f"{name} ids": seen.ids.clone(), f"{name} numbers": torch.tensor(seen[:2])}
+        state |= {f"{name} {kind}": values.clone() for kind, values in seen.metadata.items()}
+    return Run([float(loss) for loss in model.losses], state)
+
+
+def resume_differs(setting: Setting, folder: str, stop: int, **options: Any) -> list[str]:
+    """Fit at once; and from a checkpoint after `stop` batches, 0: after the first epoch."""
+    whole = fit(setting, folder, save_at=(stop,), **options)
+    rest = fit(setting, folder, load=f"step={stop}" if stop else "epoch=0", seed=44, **options)
+    return rest.differences(whole)
