@@ -1,12 +1,12 @@
 """Read and write checkpoints of sharded models: a folder written by all ranks, or one full file."""
 
-from .atomic import discard, discard_with_leftovers, lead, links_to
 from .dense_state import by_name
 from .full_file import check_file, gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
 from .incremental import Increments
 from .managed_collision_state import Generators, load_collision_state
 from .not_checkpoints import DamagedError, why_no_checkpoint
 from .parts import AVERAGES, COLLISIONS, FUSED
+from .places import LocalPlace, Place
 from .sharded_folder import (
     FULL,
     INCREMENTAL,
@@ -14,10 +14,13 @@ from .sharded_folder import (
     FolderSaver,
     check_folder_path,
     check_format,
+    discard_folder,
+    folder_at,
     is_folder,
     load_folder,
     resolve_path,
 )
+from .store_place import StorePlace, is_address, or_warn, place_at
 from .table_state import (
     ITERATION,
     KERNEL_KINDS,

@@ -1,24 +1,24 @@
 """Checksums of checkpoints: computed while a file is written, compared before anything that it has is used.
 
-A folder has `checksums.json`: the identity of the save, which `meta.pt` has too, and size and checksum of every other
-file. A full file has the checksums of its pieces in the comment of its zip archive, which other readers skip. XXH3
-finds damage and mixtures; it is no signature, as anybody can compute it.
+A folder has `checksums.json`: the identity of the save, which `meta.pt` has too, and size, checksum and folder of every
+other file. A full file has the checksums of its pieces in the comment of its zip archive, which other readers skip.
+XXH3 finds damage and mixtures; it is no signature, as anybody can compute it.
 """
 
 import json
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from typing_extensions import override
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from .not_checkpoints import DamagedError, damaged_part, is_another, zip_comment
-
-CHECKSUMS_NAME = "checksums.json"
+from .not_checkpoints import CHECKSUMS_NAME, DamagedError, damaged_part, is_another, zip_comment
+from .places import Place, as_place
 
 _SEAL = "lightning_overlap xxh3_64 "  # how the comment of a full file begins; the checksums of its pieces follow
 # A comment has 64 KiB at most: 512 pieces of 16 MiB, then 512 of twice the size, and so on, 7 times.
@@ -63,92 +63,197 @@ class HashedFile:
         self._file.close()
 
 
-class HashingFiles(FileSystem):
-    """Files for a writer of `torch.distributed.checkpoint`; `written` has name -> (size, checksum) of each."""
+class HashingFiles(FileSystemBase):
+    """Files for a writer of `torch.distributed.checkpoint`; `written` has what each was, by name.
 
-    def __init__(self) -> None:
-        self.written: dict[str, tuple[int, str]] = {}
+    Args:
+        files: Where they are written.
+        where: The folder of the files, relative to the checkpoint.
+    """
+
+    def __init__(self, files: FileSystemBase, where: str) -> None:
+        self.written: dict[str, SavedFile] = {}
+        self._files, self._where = files, where
 
     @override
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as file:
+        with self._files.create_stream(path, mode) as file:
             hashed = HashedFile(file)  # type: ignore[arg-type]
             yield hashed
-        self.written[PurePath(path).name] = hashed.size, hashed.checksum
+        self.written[PurePath(path).name] = SavedFile(hashed.size, hashed.checksum, self._where)
 
     @override
     def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
+        self._files.rename(path, new_path)
         self.written[PurePath(new_path).name] = self.written.pop(PurePath(path).name)
+
+    @override
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return self._files.concat_path(path, suffix)
+
+    @override
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    @override
+    def mkdir(self, path: Any) -> None:
+        self._files.mkdir(path)
+
+    @override
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    @override
+    def exists(self, path: Any) -> bool:
+        return self._files.exists(path)
+
+    @override
+    def rm_file(self, path: Any) -> None:
+        self._files.rm_file(path)
+
+
+class SavedFile(NamedTuple):
+    """What a file of a folder was when it was saved."""
+
+    size: int  # in bytes; the least one if `checksum` is ""
+    checksum: str  # "" if unknown
+    where: str = ""  # its folder, relative to the checkpoint: "", SAVE, or ../OTHER/SAVE with OTHER beside it
 
 
 class Checksums(NamedTuple):
     """What the files of a folder were when they were saved."""
 
-    folder: Path
+    place: Place
     save: str  # identity of the save; "" if unknown
-    files: Mapping[str, tuple[int, str]]  # name -> size in bytes and checksum; the least size and "" if unknown
+    files: Mapping[str, SavedFile]  # by name
 
     def check_size(self, name: str) -> int:
         """Return the size of a file; raise a DamagedError if it is missing, empty, too short or too long."""
         if name not in self.files:
-            raise DamagedError(damaged_part(self.folder, name, "is not of this save"))
-        expected, checksum = self.files[name]
+            raise DamagedError(damaged_part(self.place, name, "is not of this save"))
+        expected, checksum, where = self.files[name]
         try:
-            size = (self.folder / name).stat().st_size
+            size = self.place.size(name, where)
         except FileNotFoundError:
-            raise DamagedError(damaged_part(self.folder, name, "is missing")) from None
+            raise DamagedError(damaged_part(self.place, name, "is missing")) from None
         if size < expected:
             what = f"is truncated: it has {size} of {expected} bytes" if size else "is empty"
-            raise DamagedError(damaged_part(self.folder, name, what))
+            raise DamagedError(damaged_part(self.place, name, what))
         if size > expected and checksum:
-            raise DamagedError(damaged_part(self.folder, name, f"has {size} bytes, and was saved with {expected}"))
+            raise DamagedError(damaged_part(self.place, name, f"has {size} bytes, and was saved with {expected}"))
         return size
 
-    def check(self, name: str) -> None:
-        """Read a file; raise a DamagedError unless it has the bytes that were saved."""
-        size, checksum = self.check_size(name), self.files[name][1]
-        if checksum and _checksum(self.folder / name, 0, size) != checksum:
-            raise DamagedError(damaged_part(self.folder, name, is_another("has")))
+    @contextmanager
+    def checked(self, name: str) -> Iterator[Path]:
+        """Return where on this host a file is; raise a DamagedError unless it has the bytes that were saved."""
+        size, (_, checksum, where) = self.check_size(name), self.files[name]
+        with self.place.on_disk(name, where) as path:
+            if checksum and (path.stat().st_size != size or _checksum(path, 0, size) != checksum):
+                raise DamagedError(damaged_part(self.place, name, is_another("has")))
+            yield path
+
+    def saves(self) -> set[str]:
+        """Return the saves that the files are of, as "NAME/SAVE" with NAME beside the checkpoint or itself."""
+        folders = {file.where for file in self.files.values() if file.where}
+        return {one.removeprefix("../") if "/" in one else f"{self.place.name}/{one}" for one in folders}
+
+    def seen_from(self, place: Place) -> "Checksums":
+        """Return the same files as a checkpoint at another place beside this one lists them."""
+        above, own = "../", f"{place.name}/"
+
+        def seen(file: SavedFile) -> SavedFile:
+            where = file.where if "/" in file.where else f"{above}{self.place.name}/{file.where}"
+            return file._replace(where=where.removeprefix(above + own))
+
+        return Checksums(place, self.save, {name: seen(file) for name, file in self.files.items()})
 
     def encode(self) -> bytes:
         """Return the content of `checksums.json`."""
-        content = {"save": self.save, "files": self.files}
+        files = {name: list(file if file.where else file[:2]) for name, file in self.files.items()}
+        content = {"save": self.save, "files": files}
         return json.dumps({**content, "checksum": _json_checksum(content)}, indent=0).encode()
 
 
-def read_checksums(folder: Path) -> Checksums | None:
+SAVE_NAME = re.compile(r"[0-9a-f]{32}")
+"""The identity of a save, and the name of its folder in an object store."""
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name leads to no other folder."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def is_where(where: str) -> bool:
+    """Return whether a file may lie in this folder, relative to its checkpoint: "", SAVE or ../OTHER/SAVE."""
+    *above, save = where.split("/")
+    leads_beside = len(above) == 2 and above[0] == ".." and is_plain_name(above[1])
+    return where == "" or (SAVE_NAME.fullmatch(save) is not None and (not above or leads_beside))
+
+
+def read_checksums(place: Path | Place) -> Checksums | None:
     """Return the checksums of a folder; None if it has none. Raises a DamagedError if their own checksum is wrong."""
+    place = as_place(place)
     try:
-        data = (folder / CHECKSUMS_NAME).read_bytes()
+        data = place.read(CHECKSUMS_NAME)
     except FileNotFoundError:
         return None
     if not data.endswith(b"}"):
-        raise DamagedError(damaged_part(folder, CHECKSUMS_NAME, "is truncated" if data else "is empty"))
+        raise DamagedError(damaged_part(place, CHECKSUMS_NAME, "is truncated" if data else "is empty"))
     try:
         content = json.loads(data)
         if content.pop("checksum") == _json_checksum(content):
-            files = {name: (int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
-            if all(PurePath(name).name == name for name in files):
-                return Checksums(folder, str(content["save"]), files)
+            files = {
+                name: SavedFile(int(size), str(checksum), *map(str, where))
+                for name, (size, checksum, *where) in content["files"].items()
+            }
+            if all(is_plain_name(name) and is_where(file.where) for name, file in files.items()):
+                return Checksums(place, str(content["save"]), files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the bytes may be anything
         pass
-    raise DamagedError(damaged_part(folder, CHECKSUMS_NAME, is_another("has")))
+    raise DamagedError(damaged_part(place, CHECKSUMS_NAME, is_another("has")))
 
 
-class CheckedFiles(FileSystem):
-    """Files for a reader of `torch.distributed.checkpoint`, each checked before it is read."""
+class CheckedFiles(FileSystemBase):
+    """Files for a reader of `torch.distributed.checkpoint`, each checked before it is read; a path is a name."""
 
-    checksums: Checksums | None = None
+    checksums: Checksums
 
     @override
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if self.checksums is not None:
-            self.checksums.check(PurePath(path).name)
-        with super().create_stream(path, mode) as file:
+        with self.checksums.checked(path) as checked, checked.open(mode) as file:
             yield file
+
+    @override
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return suffix
+
+    @override
+    def rename(self, path: Any, new_path: Any) -> None:
+        raise NotImplementedError("it is only read")
+
+    @override
+    def rm_file(self, path: Any) -> None:
+        raise NotImplementedError("it is only read")
+
+    @override
+    def mkdir(self, path: Any) -> None:
+        raise NotImplementedError("it is only read")
+
+    @override
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    @override
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    @override
+    def exists(self, path: Any) -> bool:
+        return path in self.checksums.files
 
 
 class SealedFile:

@@ -25,9 +25,11 @@ from ..distributed import Group, gather_objects, warn_on_rank_zero
 from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
 from .atomic import disk_errors
-from .checksums import CHECKSUMS_NAME, HashedFile, read_checksums
-from .not_checkpoints import METADATA_NAME, DamagedError, damaged_part
+from .checksums import HashedFile, read_checksums
+from .not_checkpoints import CHECKSUMS_NAME, METADATA_NAME, DamagedError, damaged_part
 from .parts import FUSED, MODEL
+from .places import LocalPlace, as_place
+from .places import Place as CheckpointPlace
 from .table_state import KERNEL_KINDS, Piece, StateKey, local_parts
 
 BASE_FOLDER, ROWS_NAME = "base", "rows.json"
@@ -101,15 +103,17 @@ class Increments:
         if increment is not None:
             increment.settle(is_whole)
 
-    def take(self, state: dict[str, dict[str, Any]], path: Path, *, asynchronous: bool) -> "Increment | None":
-        """Return the rows for a save at `path`, and take their pieces out of `state`; None if it has to be whole.
+    def take(
+        self, state: dict[str, dict[str, Any]], place: CheckpointPlace, *, asynchronous: bool
+    ) -> "Increment | None":
+        """Return the rows for a save at `place`, and take their pieces out of `state`; None if it has to be whole.
 
         With `asynchronous` they are copied while training goes on: until `settle`, which the next update of tables also
         calls, nobody else may write tables.
         """
         is_rank_zero = self._group is None or self._group.rank() == 0
         follows = self._is_saved and self._touched.num_writes == self._num_writes
-        follows = follows and not (is_rank_zero and not self._can_follow(path))
+        follows = follows and not (is_rank_zero and not self._can_follow(place))
         self._is_saved = False  # until this save is complete
         if not all(gather_objects(follows, self._group)):
             self._touched.begin_base()
@@ -128,14 +132,14 @@ class Increments:
             self.settle()
         return increment
 
-    def _can_follow(self, path: Path) -> bool:
+    def _can_follow(self, place: CheckpointPlace) -> bool:
         newest = self._newest
-        if newest is None or not self._can_link:
+        if newest is None or not self._can_link or not isinstance(place, LocalPlace):
             return False
         if sum(file.size for file in newest.rows.values()) > self._most * newest.base_bytes:
             return False
         try:
-            there = next(folder for folder in path.parents if folder.exists())
+            there = next(folder for folder in place.path.parents if folder.exists())
             return there.stat().st_dev == newest.identity[0] and _identity(newest.folder) == newest.identity
         except OSError:
             return False
@@ -146,21 +150,28 @@ class Increments:
         key = StateKey.parse(name)
         return key.weight in self._tables and key.kind not in KERNEL_KINDS
 
-    def try_links(self, unfinished: Path) -> None:
+    def try_links(self, place: CheckpointPlace) -> None:
         """Find out on rank 0 whether a file system has hard links, in the folder of a save that is not complete yet."""
-        probe = unfinished / CHECKSUMS_NAME
-        try:
-            os.link(probe, link := probe.with_suffix(".link"))
-            link.unlink()
-        except OSError as err:
-            self._can_link = False
-            warn_on_rank_zero(
-                f"{unfinished.parent} has no hard links ({err}), which checkpoint_format='incremental' needs: every "
-                "checkpoint will be whole."
-            )
+        if isinstance(place, LocalPlace):
+            probe = place.unfinished / METADATA_NAME
+            try:
+                os.link(probe, link := probe.with_suffix(".link"))
+                link.unlink()
+            except OSError as err:
+                self._cannot_link(f"{place.path.parent} has no hard links ({err})")
+        elif self._can_link:
+            self._cannot_link(f"{place} is in an object store, which has no hard links")
 
-    def saved(self, folder: Path, save: str, num_bytes: int, increment: "Increment | None") -> None:
+    def _cannot_link(self, why: str) -> None:
+        self._can_link = False
+        warn_on_rank_zero(f"{why}; checkpoint_format='incremental' needs them: every checkpoint will be whole.")
+
+    def saved(self, place: CheckpointPlace, save: str, num_bytes: int, increment: "Increment | None") -> None:
         """Note on rank 0 a complete checkpoint of that size: the next increment stands on it."""
+        if not isinstance(place, LocalPlace):
+            self._newest = None
+            return
+        folder = place.path
         if increment is None:
             self._newest = _Newest(folder, _identity(folder), True, {}, save, num_bytes)
         else:
@@ -255,27 +266,28 @@ def _identity(folder: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def put_rows(folder: Path, state: Mapping[str, Mapping[str, Piece]]) -> None:
+def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> None:
     """Copy changed rows of a folder into loaded pieces (part -> name -> piece), in the order of their saves.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
     """
-    checksums = read_checksums(folder)
+    checksums = read_checksums(as_place(place))
     assert checksums is not None  # it was compared with the rest
-    checksums.check(ROWS_NAME)
-    for name, places in json.loads((folder / ROWS_NAME).read_bytes()).items():
-        if any(_concerns(place, state) for place in places):
-            checksums.check(name)
-            for entry in _read_rows(folder, name):
-                if (piece := state.get(entry["part"], {}).get(entry["name"])) is not None:
-                    _put(entry, piece)
+    with checksums.checked(ROWS_NAME) as file:
+        index = json.loads(file.read_bytes())
+    for name, places in index.items():
+        if any(_concerns(one, state) for one in places):
+            with checksums.checked(name) as file:
+                for entry in _read_rows(file, checksums.place, name):
+                    if (piece := state.get(entry["part"], {}).get(entry["name"])) is not None:
+                        _put(entry, piece)
 
 
-def _read_rows(folder: Path, name: str) -> list[RowsEntry]:
+def _read_rows(file: Path, place: CheckpointPlace, name: str) -> list[RowsEntry]:
     try:
-        return cast(list[RowsEntry], torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True))
+        return cast(list[RowsEntry], torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as err:  # its checksum is right, so it was written like this
-        raise DamagedError(damaged_part(folder, name, f"cannot be read ({type(err).__name__}: {err})")) from err
+        raise DamagedError(damaged_part(place, name, f"cannot be read ({type(err).__name__}: {err})")) from err
 
 
 def _concerns(place: Place, state: Mapping[str, Mapping[str, Piece]]) -> bool:

@@ -12,6 +12,9 @@ METADATA_NAME = "meta.pt"
 INCREMENT_NAME = "increment.pt"
 """What a folder of changed rows has in its place."""
 
+CHECKSUMS_NAME = "checksums.json"
+"""The file of a checkpoint folder that says what its other files are; in an object store it is written last."""
+
 _ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 _OLD = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # in the first bytes of one of `_use_new_zipfile_serialization=False`
 _LFS = b"version https://git-lfs"
@@ -25,33 +28,35 @@ class DamagedError(ValueError):
     """A checkpoint does not have what was saved: bytes changed, a file is missing, or files are of different saves."""
 
 
-def why_no_checkpoint(path: Path) -> str | None:
+def why_no_checkpoint(path: Path, shown: object = None) -> str | None:
     """Return what an existing file or folder is instead of a checkpoint, and what to do; None if it may be one.
 
-    Only the kind of a file is looked at. Raises an OSError if it cannot be read.
+    Only the kind of a file is looked at. The message says `shown` for a path that is a copy. Raises an OSError if it
+    cannot be read.
     """
     if path.is_dir():
         is_one = (path / METADATA_NAME).is_file() or (path / INCREMENT_NAME).is_file()
         return None if is_one else f"{path} is {_kind_of_folder(path)}"
+    shown = path if shown is None else shown
     with open(path, "rb") as file:
         head = file.read(200)
     if _OLD in head[:40]:
         return None
     if not head.startswith(_ZIP):
-        return f"{path} is no checkpoint: it is {_kind_of_file(head)}"
+        return f"{shown} is no checkpoint: it is {_kind_of_file(head)}"
     if not zipfile.is_zipfile(path):  # its directory is at its end
-        return f"{path} is a truncated checkpoint: the end of the file is missing or damaged. {_AGAIN}"
+        return f"{shown} is a truncated checkpoint: the end of the file is missing or damaged. {_AGAIN}"
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (OSError, MemoryError):
         raise
     except Exception as err:  # the bytes may be anything
-        return damaged(path, err)
+        return damaged(shown, err)
     if any(name.endswith("/constants.pkl") for name in names):
-        return f"{path} is no checkpoint: it is a TorchScript archive, of torch.jit.save. {_PASS}"
+        return f"{shown} is no checkpoint: it is a TorchScript archive, of torch.jit.save. {_PASS}"
     if not any(name.endswith("/data.pkl") for name in names):
-        return f"{path} is no checkpoint: it is a zip archive that torch.save has not written. {_PASS}"
+        return f"{shown} is no checkpoint: it is a zip archive that torch.save has not written. {_PASS}"
     return None
 
 
@@ -65,13 +70,13 @@ def zip_comment(path: Path) -> tuple[bytes, int]:
     return (record[at:], int.from_bytes(record[at - 2 : at], "little")) if found else (b"", 0)
 
 
-def damaged(path: Path, err: Exception) -> str:
+def damaged(path: object, err: Exception) -> str:
     """Return the message for a file that begins like a checkpoint, and that `torch.load` cannot read."""
     problem = f"{type(err).__name__}: {err}".splitlines()[0]
     return f"{path} is a damaged checkpoint: torch.load cannot read it ({problem}). {_AGAIN}"
 
 
-def damaged_part(path: Path, name: str, what: str) -> str:
+def damaged_part(path: object, name: str, what: str) -> str:
     """Return the message for a file of a folder, or (with the name "") a full file, that differs from the saved one."""
     return f"{path} is a damaged checkpoint: {f'its {name}' if name else 'it'} {what}. {_AGAIN}"
 

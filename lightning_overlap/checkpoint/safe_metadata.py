@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import prod
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from ..compat.torch import NAMES_IN_METADATA, StoragePlace
-from .checksums import CheckedFiles, Checksums, read_checksums
+from .checksums import CheckedFiles, Checksums, SavedFile, is_plain_name, read_checksums
 from .not_checkpoints import DamagedError, damaged_part
+from .places import Place, as_place
 
 _CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
 _REAL = {kind.__name__: kind for kind in (*_CLASSES, StoragePlace)}
@@ -50,44 +51,45 @@ class SafeReader(FileSystemReader):
     Raises a DamagedError for a file that is, or for a tensor of which a part is nowhere.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.fs = self._files = CheckedFiles()
-        self._files.checksums = self.checksums = read_checksums(path)
+    def __init__(self, path: Path | Place) -> None:
+        super().__init__("")  # names are found by `fs`
+        self._place = as_place(path)
+        self.fs = self._files = CheckedFiles()  # type: ignore[assignment]
+        self.checksums = read_checksums(self._place)
+        self._files.checksums = self.checksums or Checksums(self._place, "", {LIST_NAME: SavedFile(0, "")})
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        path = Path(self.path) / LIST_NAME
-        if not path.is_file():
-            raise DamagedError(damaged_part(path.parent, path.name, "is missing"))
-        with self._files.create_stream(path, "rb") as file:
+        place = self._place
+        with self._files.create_stream(LIST_NAME, "rb") as file:
             try:
                 state = _Unpickler(file).load().state
                 entries = {str(name): _real(entry) for name, entry in state["state_dict_metadata"].items()}
                 places = {_real(index): _real(place) for index, place in state["storage_data"].items()}
-                for place in places.values():
-                    if PurePath(place.relative_path).name != place.relative_path or place.transform_descriptors:
-                        raise pickle.UnpicklingError(f"it has a tensor in {place.relative_path!r}")
+                for one in places.values():
+                    if not is_plain_name(one.relative_path) or one.transform_descriptors:
+                        raise pickle.UnpicklingError(f"it has a tensor in {one.relative_path!r}")
                 metadata = dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=state.get("version"))
             except Exception as err:  # the file may contain anything
                 if isinstance(err, EOFError) or "truncated" in str(err):
-                    what = "is truncated" if path.stat().st_size else "is empty"
-                    raise DamagedError(damaged_part(path.parent, path.name, what)) from err
+                    what = "is truncated" if file.seek(0, io.SEEK_END) else "is empty"
+                    raise DamagedError(damaged_part(place, LIST_NAME, what)) from err
                 raise RuntimeError(
-                    f"{path} is not a list of tensors as this strategy writes it; none of it was executed: "
-                    f"{type(err).__name__}: {err}. Load another checkpoint, or copy this checkpoint again."
+                    f"{place}/{LIST_NAME} is not a list of tensors as this strategy writes it; none of it was "
+                    f"executed: {type(err).__name__}: {err}. Load another checkpoint, or copy this checkpoint again."
                 ) from err
         metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
-        _check_whole(path.parent, metadata)
+        _check_whole(place, metadata)
         if self.checksums is None:
             least: dict[str, int] = {}
-            for place in metadata.storage_data.values():
-                least[place.relative_path] = max(least.get(place.relative_path, 0), place.offset + place.length)
-            self._files.checksums = Checksums(path.parent, "", {name: (size, "") for name, size in least.items()})
+            for one in metadata.storage_data.values():
+                least[one.relative_path] = max(least.get(one.relative_path, 0), one.offset + one.length)
+            files = {name: SavedFile(size, "") for name, size in least.items()}
+            self._files.checksums = Checksums(place, "", {LIST_NAME: SavedFile(0, ""), **files})
         return metadata
 
 
-def _check_whole(folder: Path, metadata: dcp.Metadata) -> None:
+def _check_whole(folder: Place, metadata: dcp.Metadata) -> None:
     """Raise a DamagedError unless each element of each tensor in a list is in one chunk, whose file is listed too."""
     for name, entry in metadata.state_dict_metadata.items():
         offsets: list[Sequence[int] | None] = [None]

@@ -6,7 +6,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,14 +26,24 @@ from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, together
 from ..tables import ShardedStateNames
 from ..text import check_known, some, without_secrets
-from .atomic import atomic_replace, being_replaced, disk_errors, remove, sibling, write_synced
-from .checksums import CHECKSUMS_NAME, Checksums, HashingFiles, checksum_of, read_checksums, read_seal
+from .atomic import being_replaced, disk_errors, sibling
+from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, put_rows
 from .managed_collision_state import collision_state, own_pieces
-from .not_checkpoints import INCREMENT_NAME, METADATA_NAME, DamagedError, damaged, damaged_part, why_no_checkpoint
+from .not_checkpoints import (
+    CHECKSUMS_NAME,
+    INCREMENT_NAME,
+    METADATA_NAME,
+    DamagedError,
+    damaged,
+    damaged_part,
+    why_no_checkpoint,
+)
 from .parts import AVERAGES, COLLISIONS, FUSED, MODEL, TABLE_OPTIMIZERS
+from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
+from .store_place import READ_ONLY, StorePlace, or_warn, place_at
 from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
 
 SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
@@ -61,19 +71,37 @@ def check_format(checkpoint_format: str | None, async_checkpoint: bool, most_inc
         )
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder of `FolderSaver`."""
-    return any((path / name).is_file() for name in (METADATA_NAME, INCREMENT_NAME))
+def is_folder(path: Path | Place) -> bool:
+    """Return whether a checkpoint is a folder of `FolderSaver`; in an object store also whether it is whole."""
+    place = as_place(path)
+    if place.is_store:
+        return place.has(CHECKSUMS_NAME)
+    if place.has(METADATA_NAME) or place.has(INCREMENT_NAME):
+        return True
+    with suppress(DamagedError, OSError):  # a copy of one in a store
+        return bool((checksums := read_checksums(place)) and checksums.files[METADATA_NAME].where)
+    return False
 
 
-def check_folder_path(path: Any, storage_options: Any) -> None:
-    """Raise a ValueError if a checkpoint cannot be a folder: the path is remote, or there are storage options."""
-    if "://" in str(path) or storage_options is not None:
+def check_folder_path(path: Any, storage_options: Any, world_size: int = 1) -> Place:
+    """Return the place of a checkpoint; raise a ValueError if it cannot be a folder.
+
+    An ImportError if the address needs a package that is not installed.
+    """
+    shown = without_secrets(str(path))
+    if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ValueError(
-            f"a sharded checkpoint must be a local folder, got {without_secrets(str(path))!r}"
-            f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share, "
-            "or use checkpoint_format='full'."
+            f"storage_options are options of fsspec's file system, by name, got a {type(storage_options).__name__}."
         )
+    place = place_at(path, storage_options)
+    if not place.is_store and storage_options is not None:
+        raise ValueError(f"{shown} is local, and storage_options are for an object store. Leave them out.")
+    if world_size > 1 and str(path).startswith("memory://"):
+        raise ValueError(
+            f"a sharded checkpoint of {world_size} ranks cannot be at {shown}: each rank has a memory of its own. "
+            "Save to an object store, or to a folder that all ranks share."
+        )
+    return place
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> State:
@@ -105,11 +133,11 @@ class FolderSaver:
     def save(
         self,
         checkpoint: dict[str, Any],
-        path: Path,
+        place: Place,
         model: nn.Module,
         *,
         asynchronous: bool,
-        also: Path | None,
+        also: Place | None,
         increments: Increments | None = None,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
@@ -119,14 +147,14 @@ class FolderSaver:
         """
         self.wait()
         state = take_state(checkpoint, model, self._group)
-        increment = None if increments is None else increments.take(state, path, asynchronous=asynchronous)
+        increment = None if increments is None else increments.take(state, place, asynchronous=asynchronous)
         buffer, name = io.BytesIO(), uuid.uuid4().hex
         if is_rank_zero(self._group):
             checkpoint = {**checkpoint, _SAVE: name}
             if increment is not None:
                 checkpoint[_BASE] = increment.base_save
             torch.save(checkpoint, buffer)
-        write = partial(_write, path, also, self._group, name, buffer.getbuffer(), increments, increment)
+        write = partial(_write, place, also, self._group, name, buffer.getbuffer(), increments, increment)
         if not asynchronous:
             write(state)
             return
@@ -163,7 +191,7 @@ def on_rank_zero(action: Callable[[], None], group: Group) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path | Place) -> Iterator[None]:
     """Raise an OSError for an error that every rank raises, also for a rank that does not respond."""
     try:
         yield
@@ -179,8 +207,8 @@ def _in_words(err: BaseException) -> str:
 
 
 def _write(
-    path: Path,
-    also: Path | None,
+    place: Place,
+    also: Place | None,
     group: Group,
     name: str,
     rest: memoryview,
@@ -189,46 +217,43 @@ def _write(
     state: State,
 ) -> None:
     def begin() -> None:
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
+        place.begin(name)
         if increment is not None:
             increment.link(unfinished)
 
     def finish() -> None:
+        where = place.where(name)
         files = {key: value for of_rank, _ in written for key, value in of_rank.items()}
         last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest}
         if increment is not None:
             for _, rows in written:
                 increment.rows.update(rows)
-            files |= {key: file[:2] for key, file in increment.rows.items()}
+            files |= {key: SavedFile(*file[:2]) for key, file in increment.rows.items()}
             last[ROWS_NAME] = memoryview(increment.index())
-        files |= {key: (len(content), checksum_of(content)) for key, content in last.items()}
-        checksums = Checksums(path, name, files)
-        write_synced(unfinished / CHECKSUMS_NAME, lambda file: file.write(checksums.encode()))
+        files |= {key: SavedFile(len(content), checksum_of(content), where) for key, content in last.items()}
         for key, content in last.items():
-            write_synced(unfinished / key, partial(_put, content))
+            place.write(name, key, content)
         if increments is not None and increment is None:
-            increments.try_links(unfinished)
-        atomic_replace(unfinished, path, also)
+            increments.try_links(place)
+        place.commit(Checksums(place, name, files), also)
         if increments is not None:
-            increments.saved(path, name, sum(size for size, _ in files.values()), increment)
+            increments.saved(place, name, sum(file.size for file in files.values()), increment)
 
-    unfinished = sibling(path, "unfinished")
-    with writing(path):
+    with writing(place):
+        [name, *_] = gather_objects(name, group)  # rank 0's
+        own_files, folder = place.writer_files(name)
+        unfinished = Path(folder)  # of an increment, which is local
         on_rank_zero(begin, group)
         # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
-        writer = _Writer(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
-        writer.fs = files = HashingFiles()
+        writer = _Writer(folder, single_file_per_rank=False, sync_files=not place.is_store, per_thread_copy_ahead=0)
+        writer.fs = files = HashingFiles(own_files, place.where(name))  # type: ignore[assignment]
+        writer.path = folder  # an address is no `Path`
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         rows = {} if increment is None else together(partial(increment.write, unfinished, _rank(group)), group)
         written = gather_objects((files.written, rows), group)
         on_rank_zero(finish, group)
     if increments is not None:
         increments.end_save()
-
-
-def _put(content: memoryview, file: Any) -> None:
-    file.write(content)
 
 
 def _rank(group: Group) -> int:
@@ -262,11 +287,15 @@ class _OneCopy(DefaultSavePlanner):
         return data
 
 
-def resolve_path(path: Path) -> Path:
-    """Return the path of a checkpoint, perhaps its old name after a crash; raise a ValueError if it is not complete."""
+def resolve_path(path: Path | Place) -> Place:
+    """Return the place of a checkpoint, perhaps its old name after a crash; raise a ValueError if it is not whole."""
+    place = as_place(path)
+    if not isinstance(place, LocalPlace):
+        return _resolve_store(place)
+    path = place.path
     if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):
         warnings.warn(f"{path} was being replaced; loading the previous checkpoint {before}.", stacklevel=2)
-        return before
+        return LocalPlace(before)
     if not path.exists():  # checked again: another process may have renamed it
         left = " (an unfinished save left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
@@ -275,15 +304,47 @@ def resolve_path(path: Path) -> Path:
             f"{path} is the leftover of an unfinished save. Load {path.with_suffix('')} if it exists, "
             "or another checkpoint."
         )
+    if path.is_dir() and is_folder(place):
+        return place
     if not path.is_dir() and read_seal(path) is not None:
-        return path  # a full file of this strategy, whole or damaged
+        return place  # a full file of this strategy, whole or damaged
     if (why := why_no_checkpoint(path)) is not None:
         raise ValueError(why)
-    return path
+    return place
+
+
+def _resolve_store(place: Place) -> Place:
+    if is_folder(place):
+        return place
+    if isinstance(place, StorePlace) and place.holds_files():
+        raise ValueError(
+            f"{place} is no checkpoint: it has no {CHECKSUMS_NAME}, which a save writes last. It is the leftover of an "
+            "unfinished save, a copy that lacks files, or a folder of checkpoints. Load another checkpoint."
+        )
+    raise FileNotFoundError(f"Checkpoint file not found: {place}")
+
+
+def folder_at(path: Any) -> Place | None:
+    """Return the place of a checkpoint that is a folder; None if it may be a file, or there is nothing.
+
+    Raises a ValueError for a part of a folder in an object store, an ImportError if its package is not installed.
+    """
+    if str(path).startswith(READ_ONLY) or "::" in str(path):
+        return None
+    place = place_at(path)
+    if is_folder(place):
+        return place
+    return _resolve_store(place) if isinstance(place, StorePlace) and place.holds_files() else None
+
+
+def discard_folder(path: Any) -> None:
+    """Remove a checkpoint folder in an object store, if there is one, from beside a file of the same name."""
+    if (place := folder_at(path)) is not None and isinstance(place, StorePlace):
+        or_warn(place.discard_folder)
 
 
 def load_folder(
-    path: Path,
+    path: Path | Place,
     model: nn.Module,
     group: Group,
     *,
@@ -299,6 +360,7 @@ def load_folder(
     not as it was saved, and a RuntimeError if the folder is of another model or another fused optimizer; tables may
     have been written in part by then.
     """
+    path = as_place(path)
     state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
 
     def begin() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -342,58 +404,65 @@ def load_folder(
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
 
 
-def _read_rest(path: Path, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
+def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
     """Return what `meta.pt` has; with `checks_all` raise a DamagedError if any file is missing, short or long."""
-    checksums, rest_name = read_checksums(path), INCREMENT_NAME if _is_incremental(path) else METADATA_NAME
-    if checksums is not None:
-        checksums.check(rest_name)
-        for name in checksums.files if checks_all else ():
-            checksums.check_size(name)
-    rest = read_file(path / rest_name, weights_only=weights_only)
+    checksums, rest_name = read_checksums(place), INCREMENT_NAME if _is_incremental(place) else METADATA_NAME
+    known = checksums or Checksums(place, "", {rest_name: SavedFile(0, "")})
+    with known.checked(rest_name) as file:
+        for name in known.files if checks_all else ():
+            known.check_size(name)
+        rest = read_file(file, weights_only=weights_only, shown=f"{place}/{rest_name}")
     save, base_save = rest.pop(_SAVE, ""), rest.pop(_BASE, None)
     if checksums is None and (save or rest_name != METADATA_NAME):
-        raise DamagedError(damaged_part(path, CHECKSUMS_NAME, "is missing"))
+        raise DamagedError(damaged_part(place, CHECKSUMS_NAME, "is missing"))
     if checksums is not None and checksums.save != save:
-        raise DamagedError(damaged_part(path, CHECKSUMS_NAME, f"is of another save than its {rest_name}"))
+        raise DamagedError(damaged_part(place, CHECKSUMS_NAME, f"is of another save than its {rest_name}"))
     if base_save is not None:
-        base = read_checksums(path / BASE_FOLDER)
+        base = read_checksums(base_of(place))
         if base is None:
-            raise DamagedError(damaged_part(path, f"{BASE_FOLDER}/{CHECKSUMS_NAME}", "is missing"))
+            raise DamagedError(damaged_part(place, f"{BASE_FOLDER}/{CHECKSUMS_NAME}", "is missing"))
         if base.save != base_save:
-            raise DamagedError(damaged_part(path, BASE_FOLDER, "is of another save"))
+            raise DamagedError(damaged_part(place, BASE_FOLDER, "is of another save"))
         for name in base.files.keys() - {METADATA_NAME} if checks_all else ():
             base.check_size(name)
     return rest
 
 
-def _is_incremental(path: Path) -> bool:
-    return (path / INCREMENT_NAME).is_file()
+def _is_incremental(place: Place) -> bool:
+    return not place.is_store and place.has(INCREMENT_NAME)
 
 
-def _saved(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
+def base_of(place: Place) -> Place:
+    """Return the place of the whole checkpoint that an incremental one contains."""
+    assert isinstance(place, LocalPlace)
+    return LocalPlace(place.path / BASE_FOLDER)
+
+
+def _saved(path: Place, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return part -> name -> shape and dtype of the tensors in a folder; None for `objects` (of `get_extra_state`)."""
     own = _listed(path, objects)
     if _is_incremental(path):
-        for part, pieces in _listed(path / BASE_FOLDER, objects).items():
+        for part, pieces in _listed(base_of(path), objects).items():
             if part in (MODEL, FUSED):  # what increments have rows of; all else is in each of them
                 own[part] = {**pieces, **own[part]}
     return own
 
 
-def _by_folder(path: Path, state: State, saved: Mapping[str, Mapping[str, Any]]) -> dict[Path, State]:
+def _by_folder(path: Place, state: State, saved: Mapping[str, Mapping[str, Any]]) -> dict[Place, State]:
     """Return the folders of a checkpoint, each with the pieces that are loaded from it."""
     if not _is_incremental(path):
         return {path: state}
     own = _listed(path, [key for key, entry in saved[MODEL].items() if entry is None])
-    divided: dict[Path, State] = {path / BASE_FOLDER: {}, path: {}}
+    base = base_of(path)
+    divided: dict[Place, State] = {base: {}, path: {}}
     for part, pieces in state.items():
         for name, piece in pieces.items():
-            folder = path if name in own.get(part, {}) else path / BASE_FOLDER
+            folder = path if name in own.get(part, {}) else base
             divided[folder].setdefault(part, {})[name] = piece
     return divided
 
 
-def _listed(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _listed(path: Place, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
     for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")
@@ -406,7 +475,7 @@ def _listed(path: Path, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _check_same_model(path: Path, state_dict: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
+def _check_same_model(path: Place, state_dict: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
     missing, unexpected = some(sorted(state_dict.keys() - saved.keys())), some(sorted(saved.keys() - state_dict.keys()))
     if strict and (missing or unexpected):
         raise RuntimeError(
@@ -419,32 +488,33 @@ def _check_same_model(path: Path, state_dict: Mapping[str, Any], saved: Mapping[
         raise RuntimeError(f"could not load {path} into this model: its {objects} are objects, not tensors.")
 
 
-def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    """Read a file with `torch.load`, onto the host.
+def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False, shown: object = None) -> dict[str, Any]:
+    """Read a file with `torch.load`, onto the host; messages say `shown` for a path that is a copy.
 
     Raises a RuntimeError for objects that `weights_only` rejects, a ValueError for a file that is no checkpoint.
     """
-    if (why := why_no_checkpoint(path)) is not None:
+    shown = path if shown is None else shown
+    if (why := why_no_checkpoint(path, shown)) is not None:
         raise ValueError(why)
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as err:
         if "truncated" in str(err):
-            raise ValueError(damaged(path, err)) from err
-        raise _untrusted(path, err) from err
+            raise ValueError(damaged(shown, err)) from err
+        raise _untrusted(shown, err) from err
     except (MemoryError, OSError, ImportError, AttributeError):  # the last two of a class that is not there
         raise
     except Exception as err:  # the bytes may be anything
-        raise ValueError(damaged(path, err)) from err
+        raise ValueError(damaged(shown, err)) from err
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} is no checkpoint: torch.save has written {type(content).__name__!r} to it. Pass a file that "
+            f"{shown} is no checkpoint: torch.save has written {type(content).__name__!r} to it. Pass a file that "
             "ModelCheckpoint or trainer.save_checkpoint wrote."
         )
     return content
 
 
-def _untrusted(path: Path, err: Exception) -> RuntimeError:
+def _untrusted(path: object, err: Exception) -> RuntimeError:
     return RuntimeError(
         f"{path} contains objects that load only if you trust the file: {str(err).splitlines()[0]} "
         "Allow their classes with torch.serialization.add_safe_globals([...]), or set "

@@ -18,7 +18,9 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -33,7 +35,7 @@ from typing_extensions import override
 _OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.trainer.call": ("_call_strategy_hook",),
-    "_CheckpointConnector": ("resume_start",),
+    "_CheckpointConnector": ("_parse_ckpt_path", "resume_start"),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential", "_on_evaluation_end"),
     "_FitLoop": (
@@ -54,7 +56,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_optimizers", "_start_method"),
     ),
     "LightningModule": ("_on_before_batch_transfer",),
-    "ModelCheckpoint": ("_link_checkpoint",),
+    "ModelCheckpoint": ("_ModelCheckpoint__resolve_ckpt_dir", "_find_last_checkpoints", "_link_checkpoint"),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
     "Trainer": ("_checkpoint_connector", "_logger_connector", "_signal_connector", "_teardown"),
@@ -523,6 +525,26 @@ def wrap_resume_start(trainer: Trainer, around: Callable[..., None], undo: ExitS
     undo.callback(vars(connector).pop, "resume_start")
 
 
+def wrap_checkpoint_search(trainer: Trainer, around: Callable[..., Any], undo: ExitStack) -> None:
+    """Let `around(own, fn, ckpt_path, **kwargs)` be called in the place of `own`, which finds what `ckpt_path` means.
+
+    `fn` is a `TrainerFn`. The result is a path, or None if there is nothing to load.
+    """
+    connector = trainer._checkpoint_connector
+    connector._parse_ckpt_path = partial(around, connector._parse_ckpt_path)  # type: ignore[method-assign]
+    undo.callback(vars(connector).pop, "_parse_ckpt_path")
+
+
+def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """Return the folder or address in which a callback saves, also before its set-up."""
+    return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
+
+def last_checkpoints(callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
+    """Return the paths of a callback's last checkpoints, if its folder is local."""
+    return callback._find_last_checkpoints(trainer)
+
+
 def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:
     """Return (module, name of its parameter) of each parameter that a callback prunes; known after its set-up."""
     return list(callback._parameters_to_prune)
@@ -617,6 +639,57 @@ def without_module(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
 
 
+Call = Callable[[Trainer | None, Callable[..., Any]], Callable[..., Any]]
+"""Returns what is called in each rank's process in the place of the trainer's function."""
+
+
+class DirectLauncher(_Launcher):
+    """Stands for no launcher: the trainer's function runs in this process, as `around` wants it."""
+
+    def __init__(self, around: Call) -> None:
+        self._around = around
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        return self._around(trainer, function)(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Do nothing: it has started no process."""
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher that runs the script once more for each rank; each runs the function as `around` wants it.
+
+    It takes the place of `launcher`, which has started nothing yet.
+    """
+
+    def __init__(self, launcher: _SubprocessScriptLauncher, around: Call) -> None:
+        super().__init__(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        self._around = around
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        return super().launch(self._around(trainer, function), *args, trainer=trainer, **kwargs)
+
+
+def wrap_launcher(strategy: DDPStrategy, around: Call) -> None:
+    """Let the trainer's function run as `around` wants it, in every process that runs it without a launcher of Python.
+
+    `around` is a function of a module, because a strategy can be pickled.
+    """
+    launcher = strategy.launcher
+    if launcher is None:
+        strategy._launcher = DirectLauncher(around)
+    elif type(launcher) is _SubprocessScriptLauncher:
+        strategy._launcher = ScriptLauncher(launcher, around)
+
+
 class ProcessLauncher(_MultiProcessingLauncher):
     """Lightning's launcher by `spawn`, `fork` or `forkserver`."""
 
@@ -625,13 +698,13 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """The strategy whose processes it starts."""
         return self._strategy
 
-    def run_in_process(self, *args: Any, **kwargs: Any) -> None:
-        """Run the trainer's function in a started process."""
-        super()._wrapping_function(*args, **kwargs)
+    def run_in_process(self, number: int, trainer: Any, function: Callable[..., Any], *args: Any) -> None:
+        """Run the trainer's function in a started process, the one of this number."""
+        super()._wrapping_function(number, trainer, function, *args)
 
     @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        self.run_in_process(*args, **kwargs)
+    def _wrapping_function(self, process_idx: int, trainer: Any, function: Callable[..., Any], *args: Any) -> None:
+        self.run_in_process(process_idx, trainer, function, *args)
 
     def collect_results(self, trainer: Trainer, results: Any) -> Any:
         """Return what the parent gets of a rank: the module's state is taken on every rank, and saved on rank 0."""

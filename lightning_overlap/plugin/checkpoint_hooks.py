@@ -1,9 +1,8 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -15,7 +14,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .. import checkpoint as checkpoints
-from ..checkpoint import COLLISIONS, FULL, INCREMENTAL, SHARDED, FolderSaver, Generators, Increments
+from ..checkpoint import (
+    COLLISIONS,
+    FULL,
+    INCREMENTAL,
+    SHARDED,
+    FolderSaver,
+    Generators,
+    Increments,
+    LocalPlace,
+    Place,
+    is_address,
+)
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
 from ..text import without_secrets
@@ -41,7 +51,7 @@ class SavesShards(HasRun):
     checkpoint_format: str | None
     async_checkpoint: bool
     most_increments: float
-    _newest: Path | None = None  # the newest checkpoint
+    _newest: Place | None = None  # the newest checkpoint
     _generators: Generators | None = None  # of a checkpoint that was loaded for a fit that has not begun
     _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
@@ -124,7 +134,7 @@ class SavesShards(HasRun):
             saves = not isinstance(callback, ModelCheckpoint) or callback.save_top_k != 0 or bool(callback.save_last)
             folder = getattr(callback, "dirpath", None)  # a ModelCheckpoint without one has got it in its set-up
             if saves and folder is not None:
-                checkpoints.check_folder_path(folder, None)
+                checkpoints.check_folder_path(f"{str(folder).rstrip('/')}/last.ckpt", None, self.world_size)
 
     @property
     def _format_of_saves(self) -> str:
@@ -156,50 +166,69 @@ class SavesShards(HasRun):
             checkpoint[_ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
-        path, resumable = Path(filepath), "optimizer_states" in checkpoint
-        first = self._first_last(path) if resumable else None
+        resumable = "optimizer_states" in checkpoint
+        place = self._place_of_save(filepath, storage_options, saved_format)
+        first = self._first_last(place) if resumable and place is not None and self.is_global_zero else None
         if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if not _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 super().save_checkpoint(content or {}, filepath, storage_options)
+                if self.is_global_zero:
+                    checkpoints.discard_folder(filepath)  # of the same name, which loads would prefer
                 return
-            checkpoints.write_file(content, path, self.checkpoint_group, also=first)
+            assert isinstance(place, LocalPlace)
+            also = first.path if isinstance(first, LocalPlace) else None
+            checkpoints.write_file(content, place.path, self.checkpoint_group, also=also)
         else:
-            checkpoints.check_folder_path(filepath, storage_options)
+            assert place is not None
             # Outside of training nothing would wait for it, nor raise its error.
             in_fit = self._running_trainer is not None and self._fits
             asynchronous = self.async_checkpoint and in_fit and not self._saves_at_once
             # Without optimizers a checkpoint has other state than the increments.
             increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
             self._folder_saver.save(
-                checkpoint, path, module, asynchronous=asynchronous, also=first, increments=increments
+                checkpoint, place, module, asynchronous=asynchronous, also=first, increments=increments
             )
         # From here on "last" finds this checkpoint as soon as it is complete.
-        self._newest = path  # complete before `on_commit` calls anything
-        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
+        self._newest = place  # complete before `on_commit` calls anything
+        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, place) if self.is_global_zero else []:
             if is_last:
-                self._folder_saver.on_commit(partial(checkpoints.discard, bridge))
+                self._on_commit(place, bridge.discard)
             elif resumable:
-                self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
+                self._on_commit(place, partial(bridge.lead, place))
 
-    def _first_last(self, path: Path) -> Path | None:
+    def _place_of_save(self, filepath: Any, storage_options: Any, saved_format: str) -> Place | None:
+        """Return the place of a new checkpoint; None if Lightning's plugin alone knows it."""
+        if saved_format != FULL:
+            return checkpoints.check_folder_path(filepath, storage_options, self.world_size)
+        plain = _is_plain_file(filepath, storage_options, self.checkpoint_io)
+        return checkpoints.place_at(filepath) if plain else None
+
+    def _on_commit(self, place: Place, action: Callable[[], None]) -> None:
+        """Call a function on this rank when the save under way is complete; if a store fails then, training goes on."""
+        self._folder_saver.on_commit(partial(checkpoints.or_warn, action) if place.is_store else action)
+
+    def _first_last(self, place: Place) -> Place | None:
         """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet."""
         # With `save_last=True` Lightning saves it again as the last checkpoint; until then "last" finds nothing else.
-        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path):
-            found = path.parent.glob(f"{bridge.name.partition('.new')[0]}*{bridge.suffix}")
-            if not is_last and not any(other.exists() for other in found):
-                return bridge
+        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, place):
+            stem, _, suffix = bridge.name.partition(".new")
+            with suppress(OSError):  # of a store; if it lasts, the save fails too, and all ranks say so
+                if not is_last and not place.names_beside(stem, suffix):
+                    return bridge
         return None
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Only once the checkpoint that was saved after it is complete.
-        if not _is_plain_file(filepath, None, self.checkpoint_io):
+        sharded_in_store = is_address(filepath) and self._is_sharded and self._format_of_saves != FULL
+        if not _is_plain_file(filepath, None, self.checkpoint_io) and not sharded_in_store:
             self._folder_saver.on_commit(partial(super().remove_checkpoint, filepath))
         elif self.is_global_zero:
             last = checkpoint_links.keeping_last(self._running_trainer)
             stems = {callback.CHECKPOINT_NAME_LAST for callback in last}
-            self._folder_saver.on_commit(partial(_remove, Path(filepath), self._newest, stems))
+            place = checkpoints.place_at(filepath)
+            self._on_commit(place, partial(_remove, place, self._newest, stems))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -214,27 +243,28 @@ class SavesShards(HasRun):
         load_plain = partial(super().load_checkpoint, checkpoint_path, *options)
 
         def find() -> tuple[Any, bool]:
-            path = Path(checkpoint_path)
-            if not _is_plain_file(checkpoint_path, None, self.checkpoint_io) and not checkpoints.is_folder(path):
+            if not _is_plain_file(checkpoint_path, None, self.checkpoint_io):
                 try:
+                    if (folder := checkpoints.folder_at(checkpoint_path)) is not None:
+                        return folder, True
                     return load_plain(), False
                 except Exception as err:
                     loader = type(self.checkpoint_io).__name__
                     shown = without_secrets(str(checkpoint_path))
                     err.add_note(f"{loader} could not load {shown}. Pass the path of a whole checkpoint.")
                     raise
-            path = checkpoints.resolve_path(path)
-            return path, checkpoints.is_folder(path)
+            place = checkpoints.resolve_path(checkpoints.place_at(checkpoint_path))
+            return place, checkpoints.is_folder(place)
 
         def read_file() -> tuple[Any, bool]:
-            return checkpoints.load_file(checkpoint, weights_only=weights_only), False
+            return checkpoints.load_file(checkpoint.path, weights_only=weights_only), False
 
         read_alike = partial(found_checkpoints.read_alike, path=checkpoint_path, group=self.checkpoint_group)
         checkpoint: Any = read_alike(find)
-        if isinstance(checkpoint, Path) and not checkpoints.is_folder(checkpoint):
-            checkpoints.check_file(checkpoint, self.checkpoint_group)  # before anything of it is used
+        if isinstance(checkpoint, LocalPlace) and not checkpoints.is_folder(checkpoint):
+            checkpoints.check_file(checkpoint.path, self.checkpoint_group)  # before anything of it is used
             checkpoint = read_alike(read_file)
-        if isinstance(checkpoint, Path):  # of a folder, which all ranks read together
+        if not isinstance(checkpoint, dict):  # of a folder, which all ranks read together
             load = partial(
                 checkpoints.load_folder,
                 weights_only=weights_only,
@@ -299,13 +329,13 @@ def _fit_loop(checkpoint: dict[str, Any]) -> Any:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
+def _remove(place: Place, newest: Place | None, stems: set[str]) -> None:
     """Remove a checkpoint; links to it whose names begin with one of `stems` then lead to the newest checkpoint."""
-    if newest is not None and newest != path:
-        for link in checkpoints.links_to(path, stems):
-            checkpoints.lead(link, newest)
-    checkpoints.discard_with_leftovers(path)
+    if newest is not None and newest != place:
+        for link in place.links_to(stems):
+            link.lead(newest)
+    place.discard()
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
-    return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO
+    return not is_address(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

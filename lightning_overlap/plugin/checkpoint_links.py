@@ -4,13 +4,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..checkpoint import discard, lead
+from ..checkpoint import Place, place_at
 from ..compat.lightning import replace_link
 
 OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
@@ -24,15 +23,15 @@ def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
             replace_link(callback, partial(_link, on_commit), undo)
 
 
-def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
+def bridges(trainer: Trainer | None, place: Place) -> list[tuple[Place, bool]]:
     """Return the bridges beside a checkpoint that is being saved, each with whether it is a last checkpoint itself."""
     # With save_last=True Lightning saves a checkpoint under its own name, then again as the last one. Until that is
     # complete, a bridge (the link `last.new.ckpt`) leads to the first; Lightning's search for "last" finds it.
-    found = {}
+    found: dict[Place, bool] = {}
     for callback in keeping_last(trainer):
         stem = callback.CHECKPOINT_NAME_LAST
-        if callback.dirpath is not None and Path(callback.dirpath).absolute() == path.absolute().parent:
-            found[path.with_name(f"{stem}.new{callback.FILE_EXTENSION}")] = path.name.startswith(stem)
+        if callback.dirpath is not None and place.is_in(str(callback.dirpath)):
+            found[place.beside(f"{stem}.new{callback.FILE_EXTENSION}")] = place.name.startswith(stem)
     return list(found.items())
 
 
@@ -44,9 +43,9 @@ def keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
 
 
 def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
-    path, link = Path(os.path.abspath(filepath)), Path(os.path.abspath(linkpath))
-    if trainer.is_global_zero and path != link:
-        on_commit(partial(lead, link, path))
+    place, link = place_at(os.path.abspath(filepath)), place_at(os.path.abspath(linkpath))
+    if trainer.is_global_zero and place != link:
+        on_commit(partial(link.lead, place))
         for bridge, _ in bridges(trainer, link):
-            on_commit(partial(discard, bridge))
+            on_commit(bridge.discard)
     trainer.strategy.barrier()

@@ -14,10 +14,18 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from typing_extensions import override
 
 from ..checkpoint import gather
-from ..compat.lightning import ProcessLauncher, set_launcher, start_method, starts_python_processes, without_module
+from ..compat.lightning import (
+    ProcessLauncher,
+    set_launcher,
+    start_method,
+    starts_python_processes,
+    without_module,
+    wrap_launcher,
+)
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
 from ..text import some
 from .run import HasRun
+from .stored_checkpoints import searches_stores
 
 _NOT_IN_NOTEBOOKS = (
     "a notebook or an interactive Python has no script that {number} processes could run. For several devices use "
@@ -55,6 +63,12 @@ class StartsProcesses(HasRun):
 
     @override
     def _make_launcher(self) -> None:
+        self._choose_launcher()
+        if starts_python_processes(self.launcher):
+            set_launcher(self, Launcher(self, start_method(self)))  # type: ignore[arg-type]
+        wrap_launcher(self, searches_stores)
+
+    def _choose_launcher(self) -> None:
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # Lightning's own test
         if is_interactive and start_method(self) == "popen":
             if self.world_size == 1:
@@ -63,8 +77,6 @@ class StartsProcesses(HasRun):
             if self.cluster_environment is None or not self.cluster_environment.creates_processes_externally:
                 raise ValueError(_NOT_IN_NOTEBOOKS.format(number=self.world_size))
         super()._make_launcher()
-        if starts_python_processes(self.launcher):
-            set_launcher(self, Launcher(self, start_method(self)))  # type: ignore[arg-type]
 
     @override
     def setup_environment(self) -> None:
@@ -107,9 +119,9 @@ class Launcher(ProcessLauncher):
             self.strategy._parents_state = None
 
     @override
-    def run_in_process(self, *args: Any, **kwargs: Any) -> None:
+    def run_in_process(self, number: int, trainer: Any, function: Callable[..., Any], *args: Any) -> None:
         try:
-            super().run_in_process(*args, **kwargs)
+            super().run_in_process(number, trainer, searches_stores(trainer, function), *args)
         except Exception as err:
             # The parent raises the error of any rank. Lightning calls no `on_exception` in a started process.
             self.strategy.note_cause(err)

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_overlap.checkpoint import checksums
-from lightning_overlap.checkpoint.checksums import CHECKSUMS_NAME, Checksums, read_checksums
+from lightning_overlap.checkpoint.checksums import CHECKSUMS_NAME, Checksums, SavedFile, read_checksums
 
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Model
 from ..support.fits import make_strategy, make_trainer
@@ -34,8 +34,8 @@ def remake_checksums(path: Path, *without: str) -> None:
     assert old is not None
     names = [entry.name for entry in path.iterdir() if entry.name not in (CHECKSUMS_NAME, *without)]
     contents = {name: (path / name).read_bytes() for name in names}
-    files = {name: (len(content), checksums.checksum_of(content)) for name, content in contents.items()}
-    (path / CHECKSUMS_NAME).write_bytes(Checksums(path, old.save, files).encode())
+    files = {name: SavedFile(len(content), checksums.checksum_of(content)) for name, content in contents.items()}
+    (path / CHECKSUMS_NAME).write_bytes(Checksums(old.place, old.save, files).encode())
 
 
 def without_checksums(path: Path) -> None:

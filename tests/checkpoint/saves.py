@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import full_file, sharded_folder
+from lightning_overlap.checkpoint import atomic, full_file, sharded_folder
 
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
@@ -160,7 +160,7 @@ def _memory_kb(name: str) -> int:
 
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
-    where = full_file if checkpoint_format == "full" else sharded_folder
+    where = full_file if checkpoint_format == "full" else atomic
     with mock.patch.object(where, "atomic_replace", side_effect=OSError("no space left")):
         return save_to(path, checkpoint_format=checkpoint_format)
 

@@ -314,16 +314,30 @@ def test_arguments() -> None:
         OverlapEmbeddingStrategy(checkpoint_format="full", async_checkpoint=True)
 
 
-def test_a_remote_path_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
-    for message in two_ranks.run(checkpoints.save_to, "memory://bucket/a.ckpt"):
-        assert "a sharded checkpoint must be a local folder, got 'memory://bucket/a.ckpt'" in message
-    for message in two_ranks.run(checkpoints.save_to, str(tmp_path / "a.ckpt"), {"option": 1}):
-        assert "with storage_options" in message
+@pytest.mark.parametrize(
+    ("address", "options", "words"),
+    [
+        (
+            "memory://me:secret@bucket/a.ckpt",
+            None,
+            "at memory://me:***@bucket/a.ckpt: each rank has a memory",
+        ),
+        ("{}/a.ckpt", {"option": 1}, "{}/a.ckpt is local, and storage_options are for an object store"),
+        ("objects://bucket/a.ckpt", 1, "storage_options are options of fsspec's file system, by name, got a int"),
+        ("http://bucket/a.ckpt", None, "cannot be at http://bucket/a.ckpt: the address must be one that is written to"),
+        ("simplecache::memory://b/a.ckpt", None, "cannot be at simplecache::memory://b/a.ckpt: the address must be"),
+        ("nonsense://b/a.ckpt", None, "cannot open nonsense://b/a.ckpt: ValueError: Protocol not known: nonsense"),
+    ],
+)
+def test_where_no_folder_can_be(two_ranks: Ranks, address: str, options: Any, words: str, tmp_path: Path) -> None:
+    for message in two_ranks.run(checkpoints.save_to, address.format(tmp_path), options):
+        assert words.format(tmp_path) in message
 
 
-def test_a_remote_folder_is_refused_before_training(two_ranks: Ranks) -> None:
+def test_a_store_that_cannot_be_is_refused_before_training(two_ranks: Ranks) -> None:
     for said in two_ranks.run(checkpoints.fit_with_checkpoints_at, "memory://me:secret@bucket/runs"):
-        assert said == [0, "a sharded checkpoint must be a local folder, got 'memory://me:***@bucket/runs'"]
+        assert said[0] == 0
+        assert "cannot be at memory://me:***@bucket/runs" in said[1]
     for said in two_ranks.run(checkpoints.fit_with_checkpoints_at, "memory://bucket/runs", checkpoint_format="full"):
         assert said == [2, "trained"]
 

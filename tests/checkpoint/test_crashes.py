@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import atomic, sharded_folder
+from lightning_overlap.checkpoint import LocalPlace, Place, atomic, sharded_folder
 from lightning_overlap.checkpoint.incremental import put_rows
 from lightning_overlap.checkpoint.safe_metadata import SafeReader
+from lightning_overlap.plugin.stored_checkpoints import searches_stores
 
 from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
 from ..support.fits import make_trainer
@@ -239,40 +240,53 @@ def _searcher() -> tuple[Trainer, ModelCheckpoint]:
     return Trainer(accelerator="cpu", logger=False, callbacks=[callback]), callback
 
 
-def _last(place: Path) -> Path | None:
+def last_at(place: Path | str) -> str | None:
+    """Return what `ckpt_path="last"` finds in a folder or at an address."""
     trainer, callback = _searcher()
     callback.dirpath = str(place)
-    connector = trainer._checkpoint_connector
-    found = connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
+
+    def search() -> Any:
+        connector = trainer._checkpoint_connector
+        return connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
+
+    found: str | None = searches_stores(trainer, search)()
+    return found
+
+
+def _last(place: Path) -> Path | None:
+    found = last_at(place)
     return None if found is None else Path(found)
 
 
+def weights_of(place: Path | Place) -> dict[str, torch.Tensor]:
+    reader = SafeReader(place)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith("model.")
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
 def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:
-    path = sharded_folder.resolve_path(path)
+    place = sharded_folder.resolve_path(path)
+    assert isinstance(place, LocalPlace)
+    path = place.path
     looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
     if looks in known:
         return known[looks]
     is_incremental = (path / "increment.pt").is_file()
     rest_name = "increment.pt" if is_incremental else "meta.pt"
     rest = torch.load(path / rest_name if path.is_dir() else path, weights_only=True)
-    tensors = rest.get("state_dict", {}) | (_weights(path) if path.is_dir() else {})
+    tensors = rest.get("state_dict", {}) | (weights_of(path) if path.is_dir() else {})
     if is_incremental:
-        tensors = _weights(path / "base") | tensors
+        tensors = weights_of(path / "base") | tensors
         put_rows(path, {"model": {name.removeprefix("model."): one for name, one in tensors.items()}})
     known[looks] = step = int(rest["global_step"])
     sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in tensors.values()))
     return step
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    reader = SafeReader(folder)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith("model.")
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15, "incremental": 70}

@@ -2,7 +2,9 @@
 
 import os
 import queue
+import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -665,6 +667,36 @@ def test_a_fit_loops_state_between_two_epochs(tmp_path: Path, kind: type[Model])
         assert (one.current_epoch, one.fit_loop.epoch_loop.total_batch_idx) == (3, 11)
         assert one.global_step == (12 if is_automatic else 24)
         assert lightning.logged_step(one) == 12
+
+
+@meanings.of(
+    "_CheckpointConnector._parse_ckpt_path",
+    "ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
+    "ModelCheckpoint._find_last_checkpoints",
+)
+def test_what_a_word_for_a_checkpoint_stands_for(undo: ExitStack, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def around(own: Callable[..., Any], fn: Any, ckpt_path: Any, **kwargs: Any) -> Any:
+        last = lightning.last_checkpoints(callback, trainer)
+        seen.append((fn.value, ckpt_path, lightning.checkpoint_folder(callback, trainer), last))
+        assert own(fn, ckpt_path, **kwargs) == max(last, default=None)
+        return found
+
+    found, folder = None, str(tmp_path / "checkpoints")
+    for _ in range(2):
+        callback = ModelCheckpoint(save_last=True)  # its folder is in that of the trainer
+        options: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "callbacks": [callback]}
+        trainer = make_trainer(max_epochs=1, limit_val_batches=0, **options)
+        lightning.wrap_checkpoint_search(trainer, around, undo)
+        with warnings.catch_warnings(action="ignore"):  # there is no last checkpoint yet
+            trainer.fit(Model(), ckpt_path="last")
+        found = str(tmp_path / "other.ckpt")
+        shutil.copy(Path(folder, "last.ckpt"), found)
+    assert seen == [("fit", "last", folder, set()), ("fit", "last", folder, {f"{folder}/last.ckpt"})]
+    assert trainer.ckpt_path == found
+    undo.close()
+    assert "_parse_ckpt_path" not in vars(trainer._checkpoint_connector)
 
 
 @meanings.of("Trainer._teardown")

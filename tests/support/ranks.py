@@ -60,6 +60,10 @@ class Ranks:
         return all(process.is_alive() for process in self._processes)
 
     @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
     def worn(self) -> bool:
         """Whether groups of fits that failed have left many threads: gloo's look for work a hundred times a second."""
         tasks = [Path(f"/proc/{process.pid}/task") for process in self._processes]

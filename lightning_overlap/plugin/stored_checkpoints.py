@@ -1,0 +1,101 @@
+"""Find "last", and a requeued job's checkpoint, in an object store: Lightning's search finds them on disks only.
+
+Lightning 2.6 drops the protocol of what it has listed, and takes a part of a checkpoint for a whole one.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from ..checkpoint import StorePlace, is_address
+from ..compat.lightning import checkpoint_folder, last_checkpoints, wrap_checkpoint_search
+
+Saver = TypeVar("Saver")
+
+_REQUEUED = "hpc_ckpt_"  # how Lightning names the checkpoints of requeued jobs, before a number
+
+
+def searches_stores(trainer: Trainer | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a trainer's function that finds checkpoints in object stores, too."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as undo:
+            if trainer is not None:
+                wrap_checkpoint_search(trainer, functools.partial(_search, trainer), undo)
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path: Any, **kwargs: Any) -> Any:
+    """Return the path that `ckpt_path` stands for; as `own`, Lightning's search, where no object store is involved."""
+    if ckpt_path in (None, "hpc") and is_address(trainer.default_root_dir):
+        newest = _newest_requeued(trainer)
+        if newest is not None and (ckpt_path == "hpc" or SLURMEnvironment.detect()):
+            return newest
+        if ckpt_path == "hpc":
+            raise ValueError(
+                f'`.{fn.value}(ckpt_path="hpc")` is set but no HPC checkpoint was found. Please pass an exact '
+                f"checkpoint path to `.{fn.value}(ckpt_path=...)`"  # in Lightning's words
+            )
+    is_last = ckpt_path == "last" or (
+        ckpt_path is None and trainer.state.fn == TrainerFn.FITTING and bool(_savers(trainer, OnExceptionCheckpoint))
+    )
+    if not is_last or not any(is_address(folder) for folder in _folders(trainer)):
+        in_part = ckpt_path is None and is_address(trainer.default_root_dir) and SLURMEnvironment.detect()
+        return None if in_part and kwargs.get("model_provided") else own(fn, ckpt_path, **kwargs)
+    found = dict(_last(trainer))
+    if not found:
+        rank_zero_warn(
+            f'.{fn.value}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be '
+            "loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."  # in Lightning's words
+        )
+        return None
+    # Stores count whole seconds. The bridge `last.new.ckpt` exists as long as it is newer than `last.ckpt`.
+    return max(found, key=lambda path: (found[path], ".new." in path.rpartition("/")[2], path))
+
+
+def _savers(trainer: Trainer, kind: type[Saver]) -> list[Saver]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if isinstance(one, kind)]
+
+
+def _folders(trainer: Trainer) -> list[str]:
+    folders = [checkpoint_folder(one, trainer) for one in _savers(trainer, ModelCheckpoint)]
+    return [*folders, *(str(one.dirpath) for one in _savers(trainer, OnExceptionCheckpoint))]
+
+
+def _last(trainer: Trainer) -> Iterator[tuple[str, float]]:
+    """Yield (path or address, time in seconds) of each last checkpoint; in an object store only if it is whole."""
+    paths = {one.ckpt_path for one in _savers(trainer, OnExceptionCheckpoint)}
+    for callback in _savers(trainer, ModelCheckpoint):
+        folder = checkpoint_folder(callback, trainer)
+        if not is_address(folder):
+            paths |= last_checkpoints(callback, trainer)
+            continue
+        stem = StorePlace(f"{folder.rstrip('/')}/{callback.CHECKPOINT_NAME_LAST}")
+        paths |= {stem.beside(name).address for name in stem.names_beside(stem.name, callback.FILE_EXTENSION)}
+    for path in paths:
+        if not is_address(path):
+            if os.path.exists(path):
+                yield path, os.path.getmtime(path)
+        elif (place := StorePlace(path)).exists():
+            yield path, place.modified()
+
+
+def _newest_requeued(trainer: Trainer) -> str | None:
+    """Return the address of the newest whole checkpoint of a requeued job; None without one."""
+    place = StorePlace(f"{str(trainer.default_root_dir).rstrip('/')}/{_REQUEUED}")
+    names = place.names_beside(_REQUEUED, "")
+    numbers = {int(found.group(1)): name for name in names if (found := re.match(rf"{_REQUEUED}(\d+)\.ckpt$", name))}
+    return place.beside(numbers[max(numbers)]).address if numbers else None

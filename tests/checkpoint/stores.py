@@ -1,0 +1,157 @@
+"""Save to, load from, and break object stores. Functions that ranks run."""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint import StorePlace, place_at
+from lightning_overlap.checkpoint.checksums import read_checksums
+
+from ..support.cases import TABLE_WISE, Batches
+from ..support.fits import make_trainer
+from . import checkpoints
+from .object_store import Objects, before_each_change, store_in
+from .test_crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at, weights_of
+
+RUN = "objects://bucket/run"
+
+
+def options_of(how: str) -> dict[str, Any]:
+    return {"async_checkpoint": True} if how == "async" else {"checkpoint_format": how}
+
+
+def fit(how: str, num_steps: int, *, resume: bool = False, address: str = RUN, **saving: Any) -> tuple[int, int]:
+    """Save after every step; return the step that the fit began with, and the last one."""
+    sgd = (torch.optim.SGD, {"lr": 0.5})
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=sgd, **options_of(how))
+    saving = {"save_last": True, "save_top_k": 1, **saving}
+    saver = ModelCheckpoint(address, "{step}", every_n_train_steps=1, enable_version_counter=False, **saving)
+    more: dict[str, Any] = {"callbacks": [saver], "max_steps": num_steps, "max_epochs": -1}
+    trainer = make_trainer(strategy, enable_checkpointing=True, **more)
+    model = Small()
+    trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)
+    return model.began, trainer.global_step
+
+
+def step_of(address: str, sums: dict[int, set[float]]) -> int:
+    """Read all of a checkpoint, which has to be whole; note the sum of its weights by step, and return the step."""
+    place = place_at(address)
+    checksums = read_checksums(place)
+    assert checksums is not None
+    for name in checksums.files:
+        with checksums.checked(name):
+            pass
+    with checksums.checked("meta.pt") as file:
+        step = int(torch.load(file, weights_only=True)["global_step"])
+    sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in weights_of(place).values()))
+    return step
+
+
+def names_in(address: str) -> list[str]:
+    """Names of whole checkpoints."""
+    return sorted(StorePlace(f"{address}/_").names_beside("", ""))
+
+
+def lost_saves(folder: Path) -> list[str]:
+    """Saves in a store that no marker lists."""
+    with store_in(folder):
+        keys = [key.split("/") for key in Objects()._keys()]
+        there = {"/".join(key[2:4]) for key in keys if len(key) == 5}
+        listed: set[str] = set()
+        for name in names_in(RUN):
+            checksums = read_checksums(place_at(f"{RUN}/{name}"))
+            assert checksums is not None
+            listed |= checksums.saves()
+        assert listed <= there
+        return sorted(there - listed)
+
+
+def fit_and_crash(folder: str, how: str, num_resumed: int) -> tuple[list[Left], list[str], dict[str, bool], list[str]]:
+    """Fit, and look at what a crash before any change of the store would leave.
+
+    Returns what is left; the names at the end; whether the first fits that went on from "last" did so at its step; the
+    lost saves at the end.
+    """
+    store, copies = Path(folder) / "store", Path(folder) / "copies"
+    places: list[Path] = []
+    copies.mkdir()
+
+    def copy(*_: str) -> None:
+        places.append(copies / str(len(places)))
+        shutil.copytree(store, places[-1], copy_function=os.link)  # an object never changes
+
+    with warnings.catch_warnings(action="ignore"):
+        with store_in(store), before_each_change(copy):
+            fit(how, NUM_STEPS)
+        copy()
+        sums: dict[int, set[float]] = {}
+        left: dict[Any, Left] = {}
+        began: dict[str, bool] = {}
+        for copied in places:
+            with store_in(copied):
+                key = str(sorted((one.name, one.stat().st_ino) for one in copied.iterdir()))
+                if key in left:
+                    continue
+                names = names_in(RUN)
+                steps = {f"{RUN}/{name}": step_of(f"{RUN}/{name}", sums) for name in names}
+                last = last_at(RUN)
+                newest = max(steps.values(), default=0)
+                left[key] = Left(0 if last is None else steps[last], newest, newest, names)
+                kind = "" if last is None else f"{last} {len(names)}"
+                if last is not None and kind not in began and len(began) < num_resumed:
+                    resumed = steps[last] + 1
+                    began[kind] = fit(how, resumed, resume=True) == (steps[last], resumed)
+    assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
+    with store_in(store):
+        return list(left.values()), names_in(RUN), began, lost_saves(store)
+
+
+def fit_and_resume(folder: str, how: str) -> Any:
+    with store_in(folder):
+        options = options_of(how)
+        whole = checkpoints.train(TABLE_WISE, f"{RUN}/one", epochs=2, **options)
+        resumed = f"{RUN}/one/epoch=0.ckpt"
+        again = checkpoints.train(TABLE_WISE, f"{RUN}/two", epochs=2, resume=resumed, **options)
+    return whole.result, again.result
+
+
+def fail_a_change(folder: str, rank: int, num: int, how: str) -> tuple[str, int]:
+    """Let the store refuse a rank's `num`th put in a fit that saves; return the error, and the step of "last"."""
+    puts = 0
+
+    def refuse(what: str, path: str) -> None:
+        nonlocal puts
+        puts += what == "put" and dist.get_rank() == rank
+        if puts == num:
+            puts += 1
+            raise PermissionError(f"{path}: this store has had enough")
+
+    said, began = "", 0
+    with store_in(folder):
+        with before_each_change(refuse):
+            try:
+                fit(how, 3)
+            except OSError as err:
+                said = str(err)
+        dist.barrier()
+        began, _ = fit(how, 4, resume=True)
+    return said, began
+
+
+def refuse_removals(folder: str) -> list[str]:
+    """Let the store refuse every removal; return what warnings say."""
+
+    def refuse(what: str, path: str) -> None:
+        if what == "remove":
+            raise PermissionError(path)
+
+    with store_in(folder), before_each_change(refuse), warnings.catch_warnings(record=True, action="always") as caught:
+        fit("sharded", 3)
+    return [str(one.message) for one in caught if "old files" in str(one.message)]
