@@ -5,7 +5,7 @@ from .full_file import check_file, gather, gather_checkpoint, load_dense, load_f
 from .incremental import Increments
 from .managed_collision_state import Generators, load_collision_state
 from .not_checkpoints import DamagedError, why_no_checkpoint
-from .parts import AVERAGES, COLLISIONS, FUSED
+from .parts import ASSIGNING_RANKS, AVERAGES, COLLISIONS, ENTRIES, FUSED, LOADERS
 from .places import LocalPlace, Place
 from .sharded_folder import (
     FULL,

@@ -19,10 +19,9 @@ from .atomic import atomic_replace, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .not_checkpoints import DamagedError
-from .parts import AVERAGES, COLLISIONS, FUSED, MODEL, TABLE_OPTIMIZERS
+from .parts import AVERAGES, COLLISIONS, ENTRIES, FUSED, FUSED_CLASSES, MODEL, TABLE_OPTIMIZERS, rename_former_entries
 from .plain_state import take_plain_state
 from .sharded_folder import (
-    FUSED_CLASSES,
     is_rank_zero,
     on_rank_zero,
     read_file,
@@ -41,7 +40,11 @@ def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group
         return None
     weights = gathered.pop(MODEL)
     state_dict = {key: weights.get(key, value) for key, value in state[MODEL].items()}
-    return {**checkpoint, "state_dict": state_dict, **{part: pieces for part, pieces in gathered.items() if pieces}}
+    return {
+        **checkpoint,
+        "state_dict": state_dict,
+        **{ENTRIES[part]: pieces for part, pieces in gathered.items() if pieces},
+    }
 
 
 def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tensor]]:
@@ -119,13 +122,14 @@ def check_file(path: Path, group: Group) -> None:
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file; weights, averages and states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    rename_former_entries(checkpoint)
     if "state_dict" not in checkpoint:
         has = some(map(str, checkpoint)) or "nothing"
         raise ValueError(
             f"{path} is no checkpoint of Lightning: it has {has}, but no 'state_dict'. "
             "If it is a module's own state_dict, load it before the fit: module.load_state_dict(torch.load(...))."
         )
-    copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS, AVERAGES, COLLISIONS)
+    copied_later = ("state_dict", *ENTRIES.values())
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)
         for key, value in checkpoint.items()
@@ -147,7 +151,7 @@ def load_fused(
             " their state is not used, and a learning rate that no scheduler of this run moves stays as it was saved. "
             "To go on with the schedule, return the same schedulers from configure_optimizers."
         )
-    saved = checkpoint.get(FUSED, {})
+    saved = checkpoint.get(ENTRIES[FUSED], {})
     if saved is None:  # `load_folder` has loaded it
         return
 
@@ -161,7 +165,7 @@ def load_fused(
 
 def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Load the state of the optimizers of `configure_optimizers`, after `load_fused`; raise as `load_by_name` does."""
-    states, saved = checkpoint["optimizer_states"], checkpoint.get(TABLE_OPTIMIZERS, {})
+    states, saved = checkpoint["optimizer_states"], checkpoint.get(ENTRIES[TABLE_OPTIMIZERS], {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)
     put_table_states(pieces, states)

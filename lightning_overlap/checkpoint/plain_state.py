@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..distributed import Group, gather_objects, warn_on_rank_zero
 from ..tables import fused_only_tables, keep_dense, optimizer_name
 from .dense_state import State, both_sides, is_by_name, names_of, shaped, shapes, take_table_states
-from .sharded_folder import FUSED, TABLE_OPTIMIZERS
+from .parts import ENTRIES, FUSED, TABLE_OPTIMIZERS
 from .table_state import ITERATION, KERNEL_KINDS, StateKey, fused_kernels, fused_state, table_weights
 
 _SOURCES: Mapping[str, Mapping[str, str]] = {
@@ -73,8 +73,8 @@ def take_plain_state(
                     if isinstance(there, list) and isinstance(here, list) and len(there) == len(saved_groups):
                         saved[key] = [there[at] for at in kept] + here[len(kept) :]
     checkpoint["optimizer_states"] = named
-    checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
-    checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
+    checkpoint[ENTRIES[TABLE_OPTIMIZERS]] = take_table_states(named, model, are_whole=True)
+    checkpoint[ENTRIES[FUSED]], unused = _as_fused(of_fused, model, group)
     if unused:
         lines = [
             f"{', '.join(sorted(names))}: saved with {', '.join(kinds)}, which this run's {now} cannot use"

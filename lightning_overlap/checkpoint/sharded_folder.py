@@ -40,7 +40,7 @@ from .not_checkpoints import (
     damaged_part,
     why_no_checkpoint,
 )
-from .parts import AVERAGES, COLLISIONS, FUSED, MODEL, TABLE_OPTIMIZERS
+from .parts import AVERAGES, COLLISIONS, ENTRIES, FUSED, FUSED_CLASSES, MODEL, TABLE_OPTIMIZERS, rename_former_entries
 from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
 from .store_place import READ_ONLY, StorePlace, or_warn, place_at
@@ -50,7 +50,6 @@ SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
 """A folder written by all ranks; one file, gathered on rank 0; folders of which most have changed rows only."""
 
 State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
-FUSED_CLASSES = "fused_optimizer_classes"  # entry of a checkpoint
 _SAVE = "lightning_overlap_save"  # entry of `meta.pt`: the identity of the save, which its checksums have too
 _BASE = "lightning_overlap_base"  # entry of `increment.pt`: the identity of the save of its base
 _OTHER_TABLES = "Was it saved from other tables?"
@@ -400,7 +399,7 @@ def load_folder(
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
     # None: already loaded.
-    loaded = {FUSED: None, AVERAGES: sorted(state.get(AVERAGES, {})), COLLISIONS: state.get(COLLISIONS, {})}
+    loaded = {ENTRIES[FUSED]: None, AVERAGES: sorted(state.get(AVERAGES, {})), COLLISIONS: state.get(COLLISIONS, {})}
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
 
 
@@ -425,6 +424,7 @@ def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> 
             raise DamagedError(damaged_part(place, BASE_FOLDER, "is of another save"))
         for name in base.files.keys() - {METADATA_NAME} if checks_all else ():
             base.check_size(name)
+    rename_former_entries(rest)
     return rest
 
 

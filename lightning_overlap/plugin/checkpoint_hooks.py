@@ -15,9 +15,11 @@ from typing_extensions import override
 
 from .. import checkpoint as checkpoints
 from ..checkpoint import (
+    ASSIGNING_RANKS,
     COLLISIONS,
     FULL,
     INCREMENTAL,
+    LOADERS,
     SHARDED,
     FolderSaver,
     Generators,
@@ -34,8 +36,7 @@ from .loops import METRICS
 from .run import Fit, HasRun
 
 # Entries of a checkpoint.
-_LOADERS, _LOADER = "loader_states", "combined_loader"  # states of every rank's data loaders; Lightning's, of this rank
-_ASSIGNING_RANKS = "managed_collision_ranks"  # number of ranks whose managed collision modules assigned rows to ids
+_LOADER = "combined_loader"  # Lightning's, with the states of this rank's data loaders
 _CHOICE = "lightning_overlap_auto"  # the mode that `pipeline="auto"` has chosen
 
 
@@ -46,7 +47,7 @@ class SavesShards(HasRun):
     """SCHEME -> the function that reads `ckpt_path="SCHEME://REST"`, by its name, "module:function".
 
     All ranks call it with REST and the trainer. It loads tables and fused state into the trainer's module, and returns
-    Lightning's checkpoint: its `state_dict` shares the module's memory, and its `FUSED` is None.
+    Lightning's checkpoint: its `state_dict` shares the module's memory, and its entry of fused optimizers is None.
     """
     checkpoint_format: str | None
     async_checkpoint: bool
@@ -154,7 +155,7 @@ class SavesShards(HasRun):
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks.
         fit_loop = _fit_loop(checkpoint)
         gathered = gather_objects((fit_loop.get(_LOADER), fit_loop.pop(METRICS, None)), self.checkpoint_group)
-        for name, states in zip((_LOADERS, METRICS), zip(*gathered, strict=True), strict=False):
+        for name, states in zip((LOADERS, METRICS), zip(*gathered, strict=True), strict=False):
             if any(states):
                 checkpoint[name] = list(states)
         if hands_out_rows(module):
@@ -163,7 +164,7 @@ class SavesShards(HasRun):
                     "checkpoint_format='full' cannot hold managed collision modules: each shard assigns rows to the "
                     "ids that its rank gets, which TorchRec loads from shards only. Use checkpoint_format='sharded'."
                 )
-            checkpoint[_ASSIGNING_RANKS] = self.world_size
+            checkpoint[ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
         resumable = "optimizer_states" in checkpoint
@@ -272,7 +273,7 @@ class SavesShards(HasRun):
                 averages=None if self.averages is None else self.averages.memory,
             )
             checkpoint = load(checkpoint, self._module, self.checkpoint_group, strict=self._module.strict_loading)
-        states = checkpoint.pop(_LOADERS, [])
+        states = checkpoint.pop(LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
             _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
         if metrics := checkpoint.pop(METRICS, None):
@@ -283,7 +284,7 @@ class SavesShards(HasRun):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        num_ranks = checkpoint.get(_ASSIGNING_RANKS, self.world_size)
+        num_ranks = checkpoint.get(ASSIGNING_RANKS, self.world_size)
         if num_ranks != self.world_size:
             raise RuntimeError(
                 f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "

@@ -8,7 +8,7 @@ import lightning
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ...checkpoint import FUSED
+from ...checkpoint import ENTRIES, FUSED
 from ...compat.lightning import fit_loop_state
 from ...distributed import gather_objects, together
 from ...plugin import OverlapEmbeddingStrategy, first_words
@@ -93,7 +93,7 @@ def read_deltas(address: str, trainer: Trainer) -> dict[str, Any]:
         "epoch": header.epoch,
         "global_step": header.global_step,
         "state_dict": tables.state_dict,
-        FUSED: None,  # already loaded
+        ENTRIES[FUSED]: None,  # already loaded
     }
     if not fits:
         return checkpoint
