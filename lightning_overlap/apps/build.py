@@ -92,6 +92,8 @@ def build_strategy(config: Config, mode: Mode, model: LightningModule) -> Overla
     return OverlapEmbeddingStrategy(pipeline, stream, sharding, quantized_comms=build_comms(config), **options)
 
 
+_GROUPS_OF_TRAINER = {"callbacks": "callbacks", "logger": "logger", "strategy": "strategy"}
+"""Argument of `Trainer` -> the config group that sets it."""
 _IN_GROUPS = {"pipeline": "pipeline", "stream": "stream", "sharding": "sharding", "quantized_comms": "comms"}
 """Argument of the strategy -> the config group that sets it."""
 
@@ -99,13 +101,15 @@ _IN_GROUPS = {"pipeline": "pipeline", "stream": "stream", "sharding": "sharding"
 def _strategy_option(name: str, value: Any) -> Any:
     """Return an argument of the strategy, made from its node if it has a `_target_`."""
     if name in _IN_GROUPS:
-        raise ValueError(
-            f"strategy.{name}: the group {_IN_GROUPS[name]} sets it. Write {_IN_GROUPS[name]}=..., "
-            f"or {_IN_GROUPS[name]}.OPTION=..."
-        )
+        raise ValueError(_set_by_group(f"strategy.{name}", _IN_GROUPS[name]))
     # A fused optimizer is made later, for each table.
     is_node = isinstance(value, Mapping) and "_target_" in value and name != "fused_optimizer"
     return _build(f"strategy.{name}", value, object) if is_node else value
+
+
+def _set_by_group(key: str, group: str) -> str:
+    ways = f"{group}.OPTION=..." if group == "strategy" else f"{group}=..., or {group}.OPTION=..."
+    return f"{key}: the group {group} sets it. Write {ways}"
 
 
 def build_comms(config: Config) -> QCommsConfig | None:
@@ -170,6 +174,9 @@ def check(config: Config) -> None:
         packages = _NEEDS.get(_target_name(node), ())
         if packages and not any(find_spec(package) for package in packages):
             raise ModuleNotFoundError(f"logger={name} needs {packages[0]}: pip install it, or use logger=csv.")
+    for name, group in _GROUPS_OF_TRAINER.items():
+        if name in config["trainer"]:
+            raise ValueError(_set_by_group(f"trainer.{name}", group))
     check_arguments("trainer", config["trainer"], Trainer)
     data = build_data(config)
     if hasattr(data, "check"):

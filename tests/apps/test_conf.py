@@ -82,9 +82,28 @@ def test_names_that_tables_print_are_modes_to_compare_and_arms() -> None:
     assert config_checks.our_arms(bench)["async_lookup_3"][0] == Mode("async_lookup_3").schedule
 
 
-def test_an_argument_of_the_strategy_that_a_group_sets() -> None:
-    with pytest.raises(ValueError, match=r"strategy\.quantized_comms: the group comms sets it\. Write comms=\.\.\."):
-        check("strategy.quantized_comms=fp16")
+@pytest.mark.parametrize(
+    ("override", "group"),
+    [
+        ("strategy.quantized_comms=fp16", "comms"),
+        ("strategy.stream=dedicated", "stream"),
+        ("strategy.pipeline=base", "pipeline"),
+        ("strategy.sharding=table_wise", "sharding"),
+        ("trainer.logger=false", "logger"),
+        ("trainer.callbacks=[]", "callbacks"),
+    ],
+)
+def test_an_argument_that_a_group_sets(override: str, group: str) -> None:
+    key = re.escape(override.partition("=")[0])
+    with pytest.raises(ValueError, match=rf"{key}: the group {group} sets it\. Write {group}=\.\.\., or"):
+        check(f"++{override}")
+
+
+def test_the_trainers_strategy_is_made_by_the_command() -> None:
+    with pytest.raises(
+        ValueError, match=r"trainer\.strategy: the group strategy sets it\. Write strategy\.OPTION=\.\.\.$"
+    ):
+        check("++trainer.strategy=ddp")
 
 
 def strategy_of(*overrides: str) -> OverlapEmbeddingStrategy:
