@@ -165,7 +165,8 @@ class _Rows(IterableDataset):
 def test_each_rank_measures_rows_of_its_own(target: str, trainer: dict[str, Any], loader: Any, dealt_out: bool) -> None:
     config = {"data": {"_target_": target}, "trainer": trainer, "num_batches": 2}
     first, second = ([one.tolist() for one in own_batches(config, loader, rank, 2)] for rank in range(2))
-    assert (first, second) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]]) if dealt_out else ([[0, 1], [2, 3]],) * 2
+    expected = ([[0, 1], [4, 5]], [[2, 3], [6, 7]]) if dealt_out else ([[0, 1], [2, 3]],) * 2
+    assert (first, second) == expected
 
 
 def test_a_rank_without_a_batch_is_refused() -> None:
