@@ -18,6 +18,7 @@ from .sharded_folder import (
     folder_at,
     is_folder,
     load_folder,
+    read_folder,
     resolve_path,
 )
 from .store_place import StorePlace, is_address, or_warn, place_at

@@ -69,7 +69,8 @@ class SafeReader(FileSystemReader):
                 for one in places.values():
                     if not is_plain_name(one.relative_path) or one.transform_descriptors:
                         raise pickle.UnpicklingError(f"it has a tensor in {one.relative_path!r}")
-                metadata = dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=state.get("version"))
+                paths = _paths(state.get("planner_data"))
+                metadata = dcp.Metadata(entries, paths, places, version=state.get("version"))
             except Exception as err:  # the file may contain anything
                 if isinstance(err, EOFError) or "truncated" in str(err):
                     what = "is truncated" if file.seek(0, io.SEEK_END) else "is empty"
@@ -87,6 +88,15 @@ class SafeReader(FileSystemReader):
             files = {name: SavedFile(size, "") for name, size in least.items()}
             self._files.checksums = Checksums(place, "", {LIST_NAME: SavedFile(0, ""), **files})
         return metadata
+
+
+def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+    """Return the names in a list -> the keys, one in the other, under which the state that was saved had them."""
+    found = {str(name): tuple(keys) for name, keys in (planner_data or {}).items()}
+    for name, keys in found.items():
+        if not keys or not all(type(key) in (str, int) for key in keys):
+            raise pickle.UnpicklingError(f"it has {name!r} at {keys!r}")
+    return found
 
 
 def _check_whole(folder: Place, metadata: dcp.Metadata) -> None:

@@ -40,7 +40,17 @@ from .not_checkpoints import (
     damaged_part,
     why_no_checkpoint,
 )
-from .parts import AVERAGES, COLLISIONS, ENTRIES, FUSED, FUSED_CLASSES, MODEL, TABLE_OPTIMIZERS, rename_former_entries
+from .parts import (
+    ASSIGNING_RANKS,
+    AVERAGES,
+    COLLISIONS,
+    ENTRIES,
+    FUSED,
+    FUSED_CLASSES,
+    MODEL,
+    TABLE_OPTIMIZERS,
+    rename_former_entries,
+)
 from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
 from .store_place import READ_ONLY, StorePlace, or_warn, place_at
@@ -380,19 +390,10 @@ def load_folder(
     there = saved.get(COLLISIONS, {})
     state[COLLISIONS] = {key: torch.empty(there[key][0], dtype=there[key][1]) for key in own_pieces(there, group)}
     state = {part: values for part, values in state.items() if values}
-    try:
+    with _loading(path):
         for folder, pieces in _by_folder(path, state, saved).items():
             reader, planner = SafeReader(folder), SafePlanner(weights_only)
             load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as err:  # on every rank
-        errors = [error for error, _ in err.failures.values()]
-        for error in errors:
-            if isinstance(error, DamagedError):
-                raise DamagedError(str(error)) from err
-        for error in errors:
-            if isinstance(error, pickle.UnpicklingError):
-                raise _untrusted(path, error) from err
-        raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
     if _is_incremental(path):
         together(partial(put_rows, path, state), group, alike=(DamagedError,))
     if loading is not None:
@@ -401,6 +402,82 @@ def load_folder(
     # None: already loaded.
     loaded = {ENTRIES[FUSED]: None, AVERAGES: sorted(state.get(AVERAGES, {})), COLLISIONS: state.get(COLLISIONS, {})}
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
+
+
+def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, Any]:
+    """Return what a full file of a checkpoint folder has, with unsharded tensors on the host; needs no other ranks.
+
+    Holds these tensors and one shard. Raises a DamagedError if a file is not as it was saved, a RuntimeError for
+    objects that `weights_only` rejects, and a ValueError for managed collision modules, which no full file can hold.
+    """
+    place = as_place(path)
+    rest = _read_rest(place, weights_only=weights_only, checks_all=True)
+    if ASSIGNING_RANKS in rest:
+        raise ValueError(
+            f"{place} has managed collision modules, which a full file cannot hold: each shard assigns rows to ids. "
+            "Load the folder itself, with OverlapEmbeddingStrategy on as many ranks."
+        )
+    state: State = {}
+    with _loading(place):
+        # What an incremental folder has itself comes before what its base has.
+        for folder in [place, base_of(place)] if _is_incremental(place) else [place]:
+            reader = SafeReader(folder)
+            metadata = reader.read_metadata()
+            names, known = metadata.state_dict_metadata, metadata.planner_data
+            paths = {name: known[name] if len(known.get(name, ())) > 1 else name.partition(".")[::2] for name in names}
+            wanted = {name: keys for name, keys in paths.items() if folder is place or _is_of_base(keys, state)}
+            flat: dict[str, Any] = {}
+            for name in wanted:
+                entry = names[name]
+                flat[name] = None
+                if isinstance(entry, TensorStorageMetadata):
+                    flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            load(flat, storage_reader=reader, planner=SafePlanner(weights_only), no_dist=True)
+            for name, keys in wanted.items():
+                _put_at(state, keys, flat.pop(name))
+    if _is_incremental(place):
+        put_rows(place, state)
+    state_dict = {key: _with_lists(value) for key, value in state.pop(MODEL, {}).items()}
+    return {**rest, "state_dict": state_dict, **{ENTRIES[part]: pieces for part, pieces in state.items()}}
+
+
+def _is_of_base(keys: Sequence[str | int], own: State) -> bool:
+    """Whether an incremental folder takes what is under these keys from its base, and has not written it anew."""
+    part, name = str(keys[0]), keys[1]
+    return part in (MODEL, FUSED) and name not in own.get(part, {})
+
+
+def _put_at(state: dict[Any, Any], keys: Sequence[str | int], value: Any) -> None:
+    """Put a value into nested dicts, under one key in the other; those of lists are numbers."""
+    for key in keys[:-1]:
+        state = state.setdefault(key, {})
+    state[keys[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Return what `_put_at` has made, with lists in the place of dicts whose keys are numbers."""
+    if not isinstance(value, dict):
+        return value
+    inside = {key: _with_lists(one) for key, one in value.items()}
+    if inside and all(isinstance(key, int) for key in inside):
+        return [inside[key] for key in sorted(inside)]
+    return inside
+
+
+@contextmanager
+def _loading(path: Place) -> Iterator[None]:
+    """Raise the errors of `torch.distributed.checkpoint`, which every rank raises, in this package's words."""
+    try:
+        yield
+    except CheckpointException as err:
+        errors = [error for error, _ in err.failures.values()]
+        for error in errors:
+            if isinstance(error, DamagedError):
+                raise DamagedError(str(error)) from err
+        for error in errors:
+            if isinstance(error, pickle.UnpicklingError):
+                raise _untrusted(path, error) from err
+        raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
 
 
 def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:

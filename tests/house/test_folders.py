@@ -22,7 +22,7 @@ FLOORS = (  # from the ground up; each file or folder imports from those on the 
     ("plugin",),
     ("callbacks", "deltas", "ray"),
     ("testing", "apps"),
-    ("train", "benchmark", "conf"),
+    ("train", "benchmark", "consolidate", "conf"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FOLDERS = {name for name in FLOOR if (PACKAGE / name).is_dir()} - {"conf"}

@@ -1,0 +1,132 @@
+"""A folder made into a full file is what a full save of the same step would have written, entry by entry."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from lightning_overlap import ExponentialMovingAverage
+from lightning_overlap.checkpoint.checksums import read_seal
+from lightning_overlap.consolidate import main
+
+from ..support.cases import ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec
+from ..support.fits import make_strategy, make_trainer
+from ..support.ranks import Ranks
+
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+ALL = Case(
+    "consolidated",
+    tuple(TableSpec(f"t{n}", (f"f{n}",), sharding=kind, dim=16) for n, kind in enumerate(KINDS)),
+    optimizer=ROWWISE_ADAGRAD.optimizer,
+)
+
+
+class Remembers(nn.Module):
+    """Has state that is no tensor, and perhaps tensors within it."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+class WithExtraState(Model):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.nested = Remembers({"seen": [torch.arange(3), torch.ones(2)], "a.b": {"c/d": torch.zeros(1)}, "x": "y"})
+        self.words = Remembers("only words")
+
+
+class SavesBoth(Callback):
+    """Saves what a fit has in the end as a folder and as a full file; before it once, for increments to stand on."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            trainer.save_checkpoint(f"{self.folder}/early.ckpt")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/last.ckpt")
+        trainer.strategy.checkpoint_format = "full"  # type: ignore[attr-defined]
+        trainer.save_checkpoint(f"{self.folder}/full.ckpt")
+
+
+def save_both(folder: str, checkpoint_format: str) -> None:
+    model = WithExtraState(ALL)
+    strategy = make_strategy(model, checkpoint_format=checkpoint_format, most_increments=10)
+    callbacks = [ExponentialMovingAverage(0.5, tables=["t0"]), SavesBoth(folder)]
+    make_trainer(strategy, callbacks=callbacks).fit(model, datamodule=Batches(ALL, 6))
+
+
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
+    """Name the places where two nested values differ."""
+    if type(one) is not type(other):
+        return [place]
+    if isinstance(other, Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [place]
+    if isinstance(other, dict):
+        found = [f"{place}/{key}" for key in one.keys() ^ other.keys()]
+        for key in one.keys() & other.keys():
+            found += differences(one[key], other[key], f"{place}/{key}")
+        return found
+    if isinstance(other, list | tuple):
+        pairs = enumerate(zip(one, other, strict=False))
+        return [place] * (len(one) != len(other)) + [
+            where for number, pair in pairs for where in differences(*pair, f"{place}/{number}")
+        ]
+    return [] if one == other else [place]
+
+
+@pytest.mark.parametrize("checkpoint_format", ["sharded", "incremental"])
+def test_a_consolidated_folder_equals_a_full_save(ranks: Ranks, tmp_path: Path, checkpoint_format: str) -> None:
+    ranks.run(save_both, str(tmp_path), checkpoint_format)
+    assert (tmp_path / "last.ckpt" / "base").is_dir() == (checkpoint_format == "incremental")
+    out = tmp_path / "out" / "a.ckpt"
+    assert main([str(tmp_path / "last.ckpt"), str(out)]) == 0
+    one, other = (torch.load(path, weights_only=True) for path in (out, tmp_path / "full.ckpt"))
+    assert differences(one, other) == []
+    assert other["lightning_overlap_fused_optimizer"]
+    assert other["lightning_overlap_averages"]
+    seal = read_seal(out)
+    assert seal is not None
+    seal.check()
+    assert [path.name for path in out.parent.iterdir()] == ["a.ckpt"]
+    loaded = WithExtraState.load_from_checkpoint(out, case=ALL, weights_only=True)
+    assert differences(dict(loaded.state_dict()), other["state_dict"]) == []
+
+
+def damage(folder: Path) -> None:
+    path = next(folder.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_cannot_be_consolidated_is_named(
+    two_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(save_both, str(tmp_path), "sharded")
+    folder, there = tmp_path / "last.ckpt", tmp_path / "there"
+    there.touch()
+    for arguments, words in (
+        ([tmp_path / "full.ckpt"], "is no checkpoint folder, but perhaps a file already"),
+        ([tmp_path / "none"], "Checkpoint file not found"),
+        ([tmp_path], "is a folder of checkpoints"),
+        ([folder, there], "there exists"),
+    ):
+        assert main([str(one) for one in arguments]) == 2
+        assert words in capsys.readouterr().err
+    damage(folder)
+    assert main([str(folder)]) == 2
+    assert "is a damaged checkpoint: its __" in capsys.readouterr().err
+    assert not any("consolidated" in path.name for path in tmp_path.iterdir())
