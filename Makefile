@@ -15,6 +15,7 @@ LOCKS := requirements/$(VARIANT).lock requirements/dev.lock
 LOCKED := $(VENV)/.locked-$(VARIANT)
 INSTALLED := $(VENV)/.installed-$(VARIANT)
 DOCS := $(VENV)/.docs
+S3 := $(VENV)/.s3
 SAID := $(VENV)/.said-by-lint-and-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 # Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools. Python
@@ -29,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick gpu fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
+.PHONY: help install redis-server s3-server train test check quick gpu fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -56,11 +57,15 @@ train: $(INSTALLED)
 redis-server:
 	@requirements/redis_server.sh
 
+# For the tests of checkpoints in S3, which skip themselves without it: beside the environment's packages, because its
+# client needs another python-dateutil.
+s3-server: $(S3)
+
 # Lint and the site go on beside the tests; what they say is told when they are done, and once more at the end if they
 # have failed. (With MAKE itself in it, `make -n` would run the line.)
 test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
 test:
-	@$(MAKE) --no-print-directory -j3 $(INSTALLED) $(DOCS) redis-server
+	@$(MAKE) --no-print-directory -j4 $(INSTALLED) $(DOCS) redis-server s3-server
 	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
 	$(THREADS) $(PYTEST) --numprocesses=3 --dist=loadfile; tests=$$?; \
 	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
@@ -140,6 +145,12 @@ $(DOCS): $(LOCKED) requirements/docs.lock
 	@echo "installing into $(VENV): what builds the site"
 	@$(PIP) install $(AS_LOCKED) -r requirements/docs.lock
 	@$(BIN)/python requirements/check_lock.py $(LOCKS) requirements/docs.lock $(OVERLAY)
+	@touch $@
+
+$(S3): $(LOCKED) requirements/s3.lock
+	@rm -rf $@ $(VENV)/s3
+	@echo "installing into $(VENV)/s3: a client of S3, and a server for its tests"
+	@$(PIP) install --no-deps --no-compile --target $(VENV)/s3 -r requirements/s3.lock
 	@touch $@
 
 $(INSTALLED): $(LOCKED) pyproject.toml

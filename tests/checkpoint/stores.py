@@ -35,6 +35,7 @@ def fit(how: str, num_steps: int, *, resume: bool = False, address: str = RUN, *
     saver = ModelCheckpoint(address, "{step}", every_n_train_steps=1, enable_version_counter=False, **saving)
     more: dict[str, Any] = {"callbacks": [saver], "max_steps": num_steps, "max_epochs": -1}
     trainer = make_trainer(strategy, enable_checkpointing=True, **more)
+    torch.manual_seed(0)  # so that each fit has the same weights after a step
     model = Small()
     trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)
     return model.began, trainer.global_step
