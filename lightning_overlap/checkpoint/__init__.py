@@ -1,9 +1,19 @@
 """Read and write checkpoints of sharded models: a folder written by all ranks, or one full file."""
 
 from .dense_state import by_name
-from .full_file import check_file, gather, gather_checkpoint, load_dense, load_file, load_fused, write_file
+from .full_file import (
+    check_file,
+    gather,
+    gather_checkpoint,
+    load_collisions,
+    load_dense,
+    load_file,
+    load_fused,
+    write_file,
+)
 from .incremental import Increments
-from .managed_collision_state import Generators, load_collision_state
+from .managed_collision_state import Generators, load_collision_state, pieces_for
+from .moved_ids import Move, immovable_collisions
 from .not_checkpoints import DamagedError, why_no_checkpoint
 from .parts import ASSIGNING_RANKS, AVERAGES, COLLISIONS, ENTRIES, FUSED, LOADERS
 from .places import LocalPlace, Place

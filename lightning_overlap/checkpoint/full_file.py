@@ -12,12 +12,15 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
+from ..tables import hands_out_rows, sharded_modules
 from ..text import some
 from .atomic import atomic_replace, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
+from .moved_ids import Move, move_ids, segment_names
 from .not_checkpoints import DamagedError
 from .parts import AVERAGES, COLLISIONS, ENTRIES, FUSED, FUSED_CLASSES, MODEL, TABLE_OPTIMIZERS, rename_former_entries
 from .plain_state import take_plain_state
@@ -136,10 +139,38 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     }
 
 
+def load_collisions(checkpoint: Mapping[str, Any], model: nn.Module, group: Group) -> tuple[dict[str, Any], list[Move]]:
+    """Copy unsharded state of managed collision modules and their tables into a sharded module, with its ids moved.
+
+    Returns a checkpoint with the sharded state in its place, and how rows have moved, for `load_fused`. All ranks call
+    this. Raises a RuntimeError if the state was saved from another model.
+    """
+    whole, mine = checkpoint["state_dict"], model.state_dict()
+    segments = segment_names(model)
+    within = tuple(f"{name}." for name, module in sharded_modules(model).items() if hands_out_rows(module))
+    pieces = {
+        key: torch.empty_like(piece) if key in segments else piece
+        for key, piece in mine.items()
+        if key.startswith(within) and isinstance(whole.get(key), Tensor) and not isinstance(whole[key], ShardedTensor)
+    }
+    together(partial(fill_from_whole, pieces, whole), group)
+    moves = move_ids(model, {name: pieces[key] for key, name in segments.items() if key in pieces}, group)
+    for move in moves:
+        move.apply(pieces, of_optimizers=False)
+    return {**checkpoint, "state_dict": {**whole, **{key: mine[key] for key in pieces}}}, moves
+
+
 def load_fused(
-    checkpoint: State, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], model: nn.Module, group: Group
+    checkpoint: State,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
+    model: nn.Module,
+    group: Group,
+    moves: Sequence[Move] = (),
 ) -> None:
     """Copy fused optimizer state into the kernels, unless `load_folder` has loaded it; all ranks call this.
+
+    `moves` are those of `load_collisions`.
 
     Raises a RuntimeError if the state was saved from another model, or with another fused optimizer.
     """
@@ -160,7 +191,10 @@ def load_fused(
         fill_from_whole(loading.pieces, saved)
         return loading
 
-    together(plan_and_fill, group).finish()
+    loading = together(plan_and_fill, group)
+    for move in moves:
+        move.apply(loading.pieces, of_optimizers=True)
+    loading.finish()
 
 
 def load_dense(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], model: nn.Module) -> None:

@@ -4,17 +4,18 @@ It differs by rank, so each piece has its rank in its name, `3:mc._managed_colli
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
-from ..compat.torchrec import SeenIds, forget_seen_ids, seen_ids, set_seen_ids
-from ..distributed import Group
-from ..tables import hands_out_rows, sharded_modules
+from ..compat.torchrec import SeenIds, forget_seen_ids, ranks_of, seen_ids, set_seen_ids
+from ..distributed import Group, gather_objects
+from ..tables import hands_out_rows
+from .moved_ids import counting_modules, exchange
 
 _NUMBERS, _SEEN, _METADATA, _CPU, _CUDA = "numbers", "seen", "seen ", "cpu", "cuda"  # kinds of state
 _NAME = re.compile(r"(?P<rank>\d+):(?P<module>.*):(?P<kind>[^:]+)", re.DOTALL)
@@ -82,54 +83,62 @@ def collision_state(model: nn.Module, group: Group) -> dict[str, Tensor]:
     return {str(key): piece for key, piece in found.items()}
 
 
-def own_pieces(saved: Mapping[str, Any], group: Group) -> list[str]:
-    """Return the names of the saved pieces that this rank needs: its own, if as many ranks saved them."""
+def pieces_for(saved: Iterable[str], group: Group) -> list[str]:
+    """Return the names of the saved pieces that this rank reads: its own, or a share if other ranks saved them."""
+    rank, size = _rank_of(group), _size_of(group)
     keys = list(map(_Key.parse, saved))
-    if {key.rank for key in keys} != set(range(_size_of(group))):
-        return []
-    return [str(key) for key in keys if key.rank == _rank_of(group)]
+    if _are_of_these_ranks(keys, group):
+        return [str(key) for key in keys if key.rank == rank]
+    return [str(key) for key in keys if key.rank % size == rank and key.module]
 
 
 def load_collision_state(model: nn.Module, saved: Mapping[str, Tensor], group: Group) -> Generators | None:
-    """Let the managed collision modules go on from saved `own_pieces`; return this rank's generators, if it has them.
+    """Let the managed collision modules go on from the pieces `pieces_for` this rank; all ranks call this.
 
-    Without its pieces a module has seen no id since an eviction.
+    Returns the states of this rank's generators, if as many ranks saved them. Ids that other ranks have seen go to the
+    ranks that look them up now. Without pieces a module has seen no id since an eviction.
     """
     rank, pieces = _rank_of(group), {_Key.parse(name): piece for name, piece in saved.items()}
+    by_rank = gather_objects(list(pieces), group)
+    same = _are_of_these_ranks([key for keys in by_rank for key in keys], group)
     for name, module in counting_modules(model).items():
-        numbers = pieces.get(_Key(rank, name, _NUMBERS))
-        if numbers is None:
+        found = [_seen(pieces, key) for key in sorted(pieces) if key.module == name and key.kind == _NUMBERS]
+        if not any(key.module == name for keys in by_rank for key in keys):
             forget_seen_ids(module)
-            continue
-        ids = pieces[_Key(rank, name, _SEEN)]
-        metadata = {
-            key.kind.removeprefix(_METADATA): values
-            for key, values in pieces.items()
-            if key.module == name and key.kind.startswith(_METADATA)
-        }
-        iteration, evicted_at, num_at_most = map(int, numbers)
-        set_seen_ids(module, SeenIds(iteration, evicted_at, num_at_most, ids, metadata))
+        elif same:
+            set_seen_ids(module, found[0])
+        else:
+            set_seen_ids(module, _share(module, found, group))
     cpu = pieces.get(_Key(rank, "", _CPU))
-    return None if cpu is None else Generators(cpu.clone(), pieces.get(_Key(rank, "", _CUDA)))
+    return None if cpu is None or not same else Generators(cpu.clone(), pieces.get(_Key(rank, "", _CUDA)))
 
 
-def counting_modules(model: nn.Module) -> dict[str, MCHManagedCollisionModule]:
-    """Return this rank's modules that count ids between evictions, by their names, each once."""
-    return {
-        name: module
-        for name, module in collision_modules(model).items()
-        if isinstance(module, MCHManagedCollisionModule)
+def _seen(pieces: Mapping[_Key, Tensor], key: _Key) -> SeenIds:
+    iteration, evicted_at, num_at_most = map(int, pieces[key])
+    metadata = {
+        other.kind.removeprefix(_METADATA): values
+        for other, values in pieces.items()
+        if other[:2] == key[:2] and other.kind.startswith(_METADATA)
     }
+    return SeenIds(iteration, evicted_at, num_at_most, pieces[key._replace(kind=_SEEN)], metadata)
 
 
-def collision_modules(model: nn.Module) -> dict[str, ManagedCollisionModule]:
-    """Return this rank's managed collision modules by their names, the same on all ranks, each once."""
-    within = tuple(f"{name}." for name in sharded_modules(model))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ManagedCollisionModule) and name.startswith(within)
-    }
+def _share(module: MCHManagedCollisionModule, found: Sequence[SeenIds], group: Group) -> SeenIds:
+    """Return what this rank's module goes on from, from parts of what the modules of other ranks had seen."""
+    numbers = [(one[:3], sorted(one.metadata)) for one in found]
+    everyone = [numbers for of_rank in gather_objects(numbers, group) for numbers in of_rank]
+    iteration, evicted_at, num_at_most = (max(column) for column in zip(*(one for one, _ in everyone), strict=True))
+    names = max((names for _, names in everyone), key=len)  # those of a module without a batch lack them
+    columns = [torch.stack([one.ids, *(one.metadata.get(name, one.ids) for name in names)], 1).cpu() for one in found]
+    values = torch.cat([torch.empty((0, 1 + len(names)), dtype=torch.int64), *columns])
+    ids, *metadata = exchange(values, ranks_of(module, values[:, 0], _size_of(group)), group).unbind(1)
+    # As many as the first batch has made room for, beside those.
+    room = num_at_most if num_at_most == -1 else num_at_most + len(ids)
+    return SeenIds(iteration, evicted_at, room, ids, dict(zip(names, metadata, strict=True)))
+
+
+def _are_of_these_ranks(keys: Sequence[_Key], group: Group) -> bool:
+    return {key.rank for key in keys} == set(range(_size_of(group)))
 
 
 def _rank_of(group: Group) -> int:

@@ -30,7 +30,8 @@ from .atomic import being_replaced, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, put_rows
-from .managed_collision_state import collision_state, own_pieces
+from .managed_collision_state import collision_state, pieces_for
+from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
     CHECKSUMS_NAME,
     INCREMENT_NAME,
@@ -380,6 +381,9 @@ def load_folder(
 
     rest, saved = together(begin, group, alike=(ValueError,))  # what the files are
     state: State = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
+    # The saved ones are read beside the module's own, which say what this run's shards are.
+    segments = {key: name for key, name in segment_names(model).items() if key in state[MODEL]}
+    state[MODEL] |= {key: torch.empty_like(state[MODEL][key]) for key in segments}
     loading = None
     if with_optimizers and "optimizer_states" in rest:
         loading = together(partial(Loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {})), group)
@@ -388,7 +392,7 @@ def load_folder(
         state[AVERAGES] = {key: piece for key, piece in averages().items() if key in there}
         check_sizes(state[AVERAGES], {key: size for key, (size, _) in there.items()})
     there = saved.get(COLLISIONS, {})
-    state[COLLISIONS] = {key: torch.empty(there[key][0], dtype=there[key][1]) for key in own_pieces(there, group)}
+    state[COLLISIONS] = {key: torch.empty(there[key][0], dtype=there[key][1]) for key in pieces_for(there, group)}
     state = {part: values for part, values in state.items() if values}
     with _loading(path):
         for folder, pieces in _by_folder(path, state, saved).items():
@@ -396,6 +400,13 @@ def load_folder(
             load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     if _is_incremental(path):
         together(partial(put_rows, path, state), group, alike=(DamagedError,))
+    state.setdefault(MODEL, {})
+    saved_segments = {name: state[MODEL][key] for key, name in segments.items()}
+    for move in move_ids(model, saved_segments, group):
+        move.apply(state[MODEL], of_optimizers=False)
+        if loading is not None:
+            move.apply(loading.pieces, of_optimizers=True)
+    state[MODEL] = {key: piece for key, piece in state[MODEL].items() if key not in segments}
     if loading is not None:
         loading.finish()
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])

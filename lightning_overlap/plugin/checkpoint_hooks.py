@@ -1,6 +1,6 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pkgutil import resolve_name
@@ -140,7 +140,7 @@ class SavesShards(HasRun):
     @property
     def _format_of_saves(self) -> str:
         """The format of new checkpoints; known once the tables are sharded."""
-        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self._module)
+        whole = self.world_size == 1 and not self.async_checkpoint
         return self.checkpoint_format or (FULL if whole else SHARDED)
 
     def choose_format(self, own_path: Any, path: Any) -> str:
@@ -159,11 +159,6 @@ class SavesShards(HasRun):
             if any(states):
                 checkpoint[name] = list(states)
         if hands_out_rows(module):
-            if saved_format == FULL:
-                raise ValueError(
-                    "checkpoint_format='full' cannot hold managed collision modules: each shard assigns rows to the "
-                    "ids that its rank gets, which TorchRec loads from shards only. Use checkpoint_format='sharded'."
-                )
             checkpoint[ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
@@ -273,6 +268,9 @@ class SavesShards(HasRun):
                 averages=None if self.averages is None else self.averages.memory,
             )
             checkpoint = load(checkpoint, self._module, self.checkpoint_group, strict=self._module.strict_loading)
+        elif (seen := checkpoint.get(COLLISIONS)) is not None:
+            own = checkpoints.pieces_for(seen, self.checkpoint_group)
+            checkpoint[COLLISIONS] = {name: seen[name] for name in own}
         states = checkpoint.pop(LOADERS, [])
         if len(states) == self.world_size:  # else all ranks take the states of rank 0
             _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
@@ -284,31 +282,35 @@ class SavesShards(HasRun):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, group = self._module, self.checkpoint_group
+        moves: Sequence[checkpoints.Move] = ()
         num_ranks = checkpoint.get(ASSIGNING_RANKS, self.world_size)
-        if num_ranks != self.world_size:
+        if num_ranks != self.world_size and (fixed := checkpoints.immovable_collisions(module)):
             raise RuntimeError(
-                f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
-                f"the ids would be looked up in shards that did not assign their rows. Load it on {num_ranks} ranks."
+                f"{fixed}: the checkpoint has these managed collision modules of {num_ranks} ranks, this run has "
+                f"{self.world_size}. Only the ids of MCHManagedCollisionModule move to other ranks. Load it on "
+                f"{num_ranks} ranks."
             )
-        module = self._module
         try:
             checkpoints.check_tables(module, checkpoint["state_dict"])
-            super().load_model_state_dict(checkpoint, strict)
+            sharded = checkpoint
+            if hands_out_rows(module):
+                sharded, moves = checkpoints.load_collisions(checkpoint, module, group)
+            super().load_model_state_dict(sharded, strict)
         except RuntimeError as err:
             err.add_note("The checkpoint's module has other tables or another dense part than this module.")
             raise
         if self.averages is not None:
             self.averages.load(checkpoint)
         if hands_out_rows(module):
-            saved = checkpoint.get(COLLISIONS, {}) if num_ranks == self.world_size else {}
-            generators = checkpoints.load_collision_state(module, saved, self.checkpoint_group)
+            generators = checkpoints.load_collision_state(module, checkpoint.get(COLLISIONS, {}), group)
             self._generators = generators if self._fits else None
         if self._fits and self._is_sharded:
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             assert isinstance(checkpoint, dict)
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            checkpoints.load_fused(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
+            checkpoints.load_fused(checkpoint, self.optimizers, schedulers, module, group, moves)
 
     def take_generators(self) -> Generators | None:
         """Return the states of generators of the loaded checkpoint, once."""

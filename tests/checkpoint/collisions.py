@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torchrec
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import Dataset
@@ -19,8 +21,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules import mc_embedding_modules, mc_modules
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint.managed_collision_state import counting_modules
+from lightning_overlap.checkpoint.moved_ids import counting_modules
+from lightning_overlap.checkpoint.table_state import KERNEL_KINDS, fused_state, local_parts
 from lightning_overlap.compat.torchrec import seen_ids
+from lightning_overlap.distributed import gather_objects
 
 from ..support.cases import dense_optimizer
 from ..support.fits import make_trainer
@@ -177,3 +181,134 @@ def resume_differs(setting: Setting, folder: str, stop: int, **options: Any) -> 
     whole = fit(setting, folder, save_at=(stop,), **options)
     rest = fit(setting, folder, load=f"step={stop}" if stop else "epoch=0", seed=44, **options)
     return rest.differences(whole)
+
+
+class Known(NamedTuple):
+    """What all ranks know of ids together, by table and id."""
+
+    rows: dict[str, dict[int, list[float]]]  # of weights and of optimizer states
+    metadata: dict[str, dict[int, list[int]]]
+    seen: dict[str, list[tuple[int, ...]]]  # since the last eviction, with their metadata, in any order
+    numbers: dict[str, tuple[int, int]]
+    places: dict[str, list[tuple[int, int]]]  # (rank, id) of each id
+    unknown: dict[str, list[list[float]]]  # by rank: the row for unknown ids, of the weight and the states
+    warned: list[str]
+
+
+def known(model: Model, warned: list[str]) -> Known:
+    """All ranks call this."""
+    rank, mine = dist.get_rank(), []
+    weights, states = model.state_dict(), fused_state(model)
+    for name, module in counting_modules(model).items():
+        table = name.rpartition(".")[2]
+        [weight] = [value for key, value in weights.items() if key.endswith(f".{table}.weight")]
+        columns = [weight, *(piece for key, piece in sorted(states.items()) if _is_state(key, table))]
+        raw, rows = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping - module._output_global_offset
+        assert raw.tolist() == sorted(raw.tolist())
+        assert sorted(rows.tolist()) == list(range(module.output_size()))
+        assert raw[-1] == EMPTY
+        assert rows[-1] == module.output_size() - 1
+        is_id = raw != EMPTY
+        values = torch.cat([local_parts(one)[0][1].view(len(rows), -1) for one in columns], 1)
+        unknown, values = values[-1].tolist(), values[rows[is_id]]
+        metadata = torch.stack([values[is_id] for _, values in sorted(module._mch_metadata.items())], 1)
+        seen = seen_ids(module)
+        past = torch.stack([seen.ids, *seen.metadata.values()], 1)
+        ids = raw[is_id].tolist()
+        mine.append((rank, table, ids, values.tolist(), metadata.tolist(), past.tolist(), seen[:2], unknown))
+    found = Known({}, {}, {}, {}, {}, {}, warned)
+    for other, table, ids, values, metadata, past, numbers, unknown in (
+        one for many in gather_objects(mine) for one in many
+    ):
+        found.rows.setdefault(table, {}).update(zip(ids, values, strict=True))
+        found.metadata.setdefault(table, {}).update(zip(ids, metadata, strict=True))
+        found.seen.setdefault(table, []).extend(map(tuple, past))
+        found.unknown.setdefault(table, []).append(unknown)
+        found.numbers.setdefault(table, numbers)
+        assert found.numbers[table] == numbers
+        found.places.setdefault(table, []).extend((other, one) for one in ids)
+    for past in found.seen.values():
+        past.sort()
+    return found
+
+
+def _is_state(key: Any, table: str) -> bool:
+    return key.weight.endswith(f".{table}.weight") and key.kind not in KERNEL_KINDS
+
+
+def answers(model: Model, ids: Mapping[str, list[int]]) -> dict[str, dict[int, list[float]]]:
+    """Look ids up, in evaluation mode; all ranks call this alike. They may be of an unsharded model."""
+    most = max(map(len, ids.values()))
+    padded = [torch.tensor((ids[table] + [0] * most)[:most]) for table in ("t0", "t1")]
+    model.eval()
+    kjt = KeyedJaggedTensor(["f0", "f1"], torch.cat(padded), lengths=torch.ones(2 * most).int())
+    with torch.no_grad():
+        found = model.embeddings(kjt).split(DIM, 1)
+    return {
+        table: dict(zip(ids[table], values.tolist(), strict=False))
+        for table, values in zip(("t0", "t1"), found, strict=True)
+    }
+
+
+class AsLoaded(Callback):
+    """Takes what is known as a resumed fit begins."""
+
+    known: Known | None = None
+
+    def __init__(self, warned: list[Any]) -> None:
+        self.warned = warned
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.known = known(pl_module, [str(one.message) for one in self.warned])
+
+
+def save(setting: Setting, folder: str, form: str, steps: int = EPOCH + 2) -> tuple[Known, dict[str, Any]]:
+    """Fit, save "step=8.ckpt", and return what is known then, and how ids are looked up."""
+    torch.manual_seed(3 + dist.get_rank())
+    model = Model(setting)
+    strategy = OverlapEmbeddingStrategy(sharding=plan_of(model), checkpoint_format=form)
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": steps, "limit_val_batches": 0}
+    trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, (steps,))], **options)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(model, loader(setting))
+    found = known(model, [])
+    return found, answers(model, {table: sorted(rows) for table, rows in found.rows.items()})
+
+
+def load(
+    setting: Setting, folder: str, form: str, name: str = "step=8", again: str = "two"
+) -> tuple[Known, dict[str, Any]]:
+    """Resume a fit, without a step, save `again`, and return what is known and looked up; also that it can train on."""
+    torch.manual_seed(77)
+    model = Model(setting)
+    strategy = OverlapEmbeddingStrategy(sharding=plan_of(model), checkpoint_format=form)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        as_loaded = AsLoaded(warned)
+        more = SavesAtOnce(f"{folder}/{again}.ckpt")
+        trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=[as_loaded, more], limit_val_batches=0)
+        trainer.fit(model, loader(setting), ckpt_path=f"{folder}/{name}.ckpt")
+    assert as_loaded.known is not None
+    assert all(torch.isfinite(loss) for loss in model.losses)
+    assert model.losses
+    evaluated = Model(setting)
+    strategy = OverlapEmbeddingStrategy(sharding=plan_of(evaluated))
+    trainer = make_trainer(strategy, limit_val_batches=1)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.validate(evaluated, loader(setting), ckpt_path=f"{folder}/{name}.ckpt", verbose=False)
+    return as_loaded.known, answers(evaluated, {table: sorted(rows) for table, rows in as_loaded.known.rows.items()})
+
+
+def load_unsharded(setting: Setting, folder: str, ids: Mapping[str, list[int]]) -> dict[str, Any]:
+    """Return how the unsharded module looks ids up, from a full file."""
+    model = Model(setting)
+    checkpoint = torch.load(f"{folder}/step=8.ckpt", weights_only=True)
+    model.load_state_dict(checkpoint["state_dict"])
+    return answers(model, ids)
+
+
+class SavesAtOnce(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)

@@ -1,14 +1,22 @@
 """Checkpoints of managed collision modules: ids keep their rows and states, on as many ranks and on others."""
 
+from collections.abc import Callable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hypothesis import example, given, settings
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from ..support.ranks import Ranks
+from ..support.ranks import RankError, Ranks
 from . import collisions
 from .collisions import EPOCH, POLICIES, Setting
 
+PHASES = (
+    Phase.explicit,
+    Phase.generate,
+)  # a failure ends ranks, which take long to start: no smaller one is looked for
 SETTINGS = st.builds(
     Setting,
     policy=st.sampled_from(sorted(POLICIES)),
@@ -22,7 +30,7 @@ SETTINGS = st.builds(
 def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None:
     """With any interval between evictions; dropout draws from the generator that evictions draw from."""
 
-    @settings(max_examples=8)
+    @settings(max_examples=8, phases=PHASES)
     @given(setting=SETTINGS, stop=st.integers(0, 2 * EPOCH - 1), num_val=st.sampled_from([0, 2]))
     @example(setting=Setting(interval=5), stop=3, num_val=0)
     @example(setting=Setting("lru", interval=4), stop=0, num_val=2)
@@ -32,3 +40,55 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None
         assert found == [[], []]
 
     holds()
+
+
+def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:
+    """Every id that fits has its row, its optimizer state and what the policy knows of it; lookups are equal."""
+
+    @settings(max_examples=4, phases=PHASES)
+    @given(
+        setting=SETTINGS,
+        sizes=st.sampled_from([(1, 2), (2, 1), (1, 3), (3, 1), (2, 3), (3, 2)]),
+        forms=st.tuples(st.sampled_from(["full", "sharded"]), st.sampled_from(["full", "sharded"])),
+    )
+    @example(setting=Setting("distance", interval=3), sizes=(1, 2), forms=("sharded", "full"))
+    @example(setting=Setting("lru", interval=1), sizes=(2, 1), forms=("full", "sharded"))
+    def holds(setting: Setting, sizes: tuple[int, int], forms: tuple[str, str]) -> None:
+        before, after = map(get_ranks, sizes)
+        with TemporaryDirectory() as folder:
+            [(saved, looked_up), *_] = before.run(collisions.save, setting, folder, forms[0])
+            if forms[0] == "full":
+                ids = {table: sorted(rows) for table, rows in saved.rows.items()}
+                assert collisions.load_unsharded(setting, folder, ids) == looked_up
+            [(moved, looked_up_there), *_] = after.run(collisions.load, setting, folder, forms[1])
+            [(back, _), *_] = before.run(collisions.load, setting, folder, forms[1], "two", "three")
+        for table, rows in saved.rows.items():
+            evicted = rows.keys() - moved.rows[table].keys()
+            said = sum(f" {len(evicted)} of the checkpoint's {len(rows)} ids" in text for text in moved.warned)
+            assert said == bool(evicted)
+            for found, older in ((moved, saved), (back, moved)):
+                assert found.rows[table].items() <= older.rows[table].items()
+                assert found.metadata[table].items() <= older.metadata[table].items()
+            assert moved.seen == back.seen == saved.seen
+            assert moved.numbers == back.numbers == saved.numbers
+            assert len(moved.places[table]) == len(rows) - len(evicted)
+            assert looked_up_there[table].items() <= looked_up[table].items()
+            if sizes[0] == 1:
+                assert moved.unknown[table] == saved.unknown[table] * sizes[1]
+            if sizes[1] == 1:
+                means = [sum(column) / sizes[0] for column in zip(*saved.unknown[table], strict=True)]
+                assert moved.unknown[table] == [pytest.approx(means, rel=1e-6)]
+            assert {one: row[: collisions.DIM] for one, row in rows.items()} == looked_up[table]
+
+    holds()
+
+
+def test_rows_that_a_table_has_not_are_an_error_on_every_rank(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    setting = Setting(interval=1)
+    get_ranks(1).run(collisions.save, setting, str(tmp_path), "full")
+    checkpoint = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+    [rows] = [value for key, value in checkpoint["state_dict"].items() if key.endswith("t1._mch_remapped_ids_mapping")]
+    rows[0] = 24
+    torch.save(checkpoint, tmp_path / "step=8.ckpt")
+    with pytest.raises(RankError, match=r"ids of the table mc\.\S+t1\.weight rows outside of its 24 rows"):
+        get_ranks(2).run(collisions.load, setting, str(tmp_path), "full", timeout_s=40)

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules import mc_embedding_modules, mc_modules
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap.compat import torchrec
@@ -365,3 +366,25 @@ def collectives(place: str) -> None:
             torchrec.set_joint(one, leaf)
         joint.backward(leaf.grad)
     assert weights_of(module) == weights_of(expected)
+
+
+def ranks_of_ids(hash_size: int) -> None:
+    """A rank's managed collision module has seen the ids of all ranks that belong to it, and no others."""
+    tables = EmbeddingBagCollection(tables=[EmbeddingBagConfig(21, 8, name="t0", feature_names=["f0"])])
+    counting = mc_modules.MCHManagedCollisionModule(
+        21, torch.device("cpu"), mc_modules.LFU_EvictionPolicy(), eviction_interval=100, input_hash_size=hash_size
+    )
+    managed = mc_modules.ManagedCollisionCollection({"t0": counting}, tables.embedding_bag_configs())
+    module: Any = mc_embedding_modules.ManagedCollisionEmbeddingBagCollection(tables, managed)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    plan = plan_by_place(nn.ModuleDict({"mc": module}), lambda _: rows)
+    model = DistributedModelParallel(
+        nn.ModuleDict({"mc": module}), env, torch.device("cpu"), plan, get_default_sharders()
+    )
+    [own] = torchrec.collisions_within(model.module["mc"])._managed_collision_modules.values()
+    drawn = [torch.randint(2000, (30,), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    model.module["mc"](KeyedJaggedTensor(["f0"], drawn[dist.get_rank()], lengths=torch.ones(30).int()))[0].wait()
+    ids = torch.cat(drawn)
+    mine = ids[torchrec.ranks_of(own, ids, 2) == dist.get_rank()]
+    assert 0 < len(mine) < len(ids)
+    assert sorted(torchrec.seen_ids(own).ids.tolist()) == sorted(mine.tolist())

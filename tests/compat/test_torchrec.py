@@ -255,7 +255,7 @@ def counting(interval: int, policy: str) -> mc_modules.MCHManagedCollisionModule
 
 
 def rows_of(module: mc_modules.MCHManagedCollisionModule, batch: list[int]) -> list[int]:
-    values = torch.tensor(batch)
+    values = torch.tensor(batch, dtype=torch.int64)
     rows: list[int] = module({"t": JaggedTensor(values, lengths=torch.ones_like(values))})["t"].values().tolist()
     return rows
 
@@ -294,6 +294,66 @@ def test_a_module_that_forgets_the_ids_that_it_has_seen_begins_as_after_a_load()
     torchrec.forget_seen_ids(one)
     for batch in ([9, 9], [9, 9], [9, 9], [1, 7]):
         assert rows_of(one, batch) == rows_of(loaded, batch)
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    before=st.lists(st.integers(0, 30), max_size=4),
+    policy=st.sampled_from(["lfu", "distance"]),
+)
+def test_ids_get_rows_and_the_policy_chooses_if_there_are_too_few(
+    counts: list[int], before: list[int], policy: str
+) -> None:
+    """Five rows: the last is for unknown ids. All ids came last in the same batch, so the counts decide."""
+    module, ids = counting(1, policy), torch.arange(len(counts)) * 7 % 100
+    rows_of(module, before)
+    metadata = {"counts": torch.tensor(counts), "last_access_iter": torch.full((len(counts),), 3)}
+    metadata = {name: metadata[name] for name in torchrec.known_ids(module).metadata}
+    module.get_buffer("_current_iter_tensor").fill_(5)
+    rows = torchrec.give_rows(module, ids, metadata).tolist()
+    known = torchrec.known_ids(module)
+    kept = [number for number, row in enumerate(rows) if row >= 0]
+    assert len(kept) == min(5, len(counts))
+    assert min(counts[number] for number in kept) >= max(
+        (counts[number] for number in range(len(counts)) if number not in kept), default=0
+    )
+    assert dict(zip(known.ids.tolist(), known.rows.tolist(), strict=True)) == {
+        int(ids[number]): rows[number] for number in kept
+    }
+    for name, values in known.metadata.items():
+        assert dict(zip(known.ids.tolist(), values.tolist(), strict=True)) == {
+            int(ids[number]): int(metadata[name][number]) for number in kept
+        }
+    module.eval()
+    assert rows_of(module, [*ids.tolist(), 99]) == [row if row >= 0 else 5 for row in rows] + [5]
+    assert module.evict() is None
+
+
+def test_ids_keep_metadata_of_a_policy_of_the_users() -> None:
+    policy = mc_modules.LFU_EvictionPolicy()
+    policy.metadata_info.append(mc_modules.MCHEvictionPolicyMetadataInfo("marks", True, False))
+    module = mc_modules.MCHManagedCollisionModule(6, torch.device("cpu"), policy, 1, input_hash_size=100)
+    metadata = {"counts": torch.tensor([2, 5, 1]), "marks": torch.tensor([70, 80, 90])}
+    torchrec.give_rows(module, torch.tensor([30, 10, 20]), metadata)
+    known = torchrec.known_ids(module)
+    assert known.ids.tolist() == [10, 20, 30]
+    assert {name: values.tolist() for name, values in known.metadata.items()} == {
+        "counts": [5, 1, 2],
+        "marks": [80, 90, 70],
+    }
+
+
+def test_a_shard_of_ids_begins_at_its_first_row() -> None:
+    shard = counting(1, "lfu").rebuild_with_output_id_range((2, 6), [0, 2, 6])
+    assert torchrec.first_row(shard) == 2
+    assert torchrec.give_rows(shard, torch.tensor([50]), {"counts": torch.tensor([4])}).tolist() in ([0], [1], [2])
+    assert torchrec.known_ids(shard).rows.tolist()[0] in (2, 3, 4)
+    assert [row for row in shard.get_buffer(torchrec.SEGMENTS).tolist() if row >= 0] == [0, 2, 6]
+
+
+@pytest.mark.parametrize("hash_size", [0, 1000])
+def test_ids_are_looked_up_by_the_rank_that_is_named(get_ranks: Callable[..., Ranks], hash_size: int) -> None:
+    get_ranks(2).run(sharded.ranks_of_ids, hash_size)
 
 
 def test_each_listed_name_has_a_test() -> None:

@@ -101,17 +101,22 @@ def test_a_checkpoint_goes_on_as_if_there_were_none(ranks: Ranks, name: str, tmp
     assert [rest.differences(at_once) for at_once, rest in runs] == [[]] * ranks.world_size
 
 
-def test_a_checkpoint_of_assigned_rows_is_for_as_many_ranks(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    path = str(tmp_path / "one")
-    get_ranks(1).run(supported_modules.fit, "managed_bags", "base", save=path)
-    with pytest.raises(RankError, match="managed collision modules of 1 ranks, this run has 2"):
-        get_ranks(2).run(supported_modules.fit, "managed_bags", "base", load=path, max_epochs=2)
+def _evaluate_hashed(load: str | None, save: str | None = None) -> None:
+    model = KindModel("hashed")
+    trainer = make_trainer(OverlapEmbeddingStrategy("base", sharding=make_plan(model)))
+    trainer.validate(model, datamodule=Batches(model.case), verbose=False, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
 
 
-def test_assigned_rows_are_not_saved_as_one_file(two_ranks: Ranks, tmp_path: Path) -> None:
-    own = {"save": str(tmp_path / "one"), "checkpoint_format": "full"}
-    with pytest.raises(RankError, match="checkpoint_format='full' cannot hold managed collision modules"):
-        two_ranks.run(supported_modules.fit, "managed_bags", "base", **own)
+def test_hashed_ids_stay_on_as_many_ranks(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    get_ranks(1).run(_evaluate_hashed, None, path)
+    get_ranks(1).run(_evaluate_hashed, path)
+    with pytest.raises(
+        RankError, match=r"mc\.\S+ \(HashZch.*these managed collision modules of 1 ranks, this run has 2"
+    ):
+        get_ranks(2).run(_evaluate_hashed, path)
 
 
 # -- modules that the strategy does not shard, or not by its own ranks --------------------------------------------

@@ -4,7 +4,18 @@ from collections.abc import Mapping
 
 from . import awaitables, collisions, ids, inputs, modules
 from .awaitables import Collective, LazyResult, collectives_in, is_sent, joint_of, set_joint, wait_for, work_of
-from .collisions import SeenIds, forget_seen_ids, seen_ids, set_seen_ids
+from .collisions import (
+    SEGMENTS,
+    KnownIds,
+    SeenIds,
+    first_row,
+    forget_seen_ids,
+    give_rows,
+    known_ids,
+    ranks_of,
+    seen_ids,
+    set_seen_ids,
+)
 from .ids import IdsAwaitable, recat, splits_of, stagger_of, stay_here, tell_lookups
 from .inputs import parts_of, set_inverse_indices, set_lengths, set_values, set_weights, shallow_copy, without_weights
 from .modules import (

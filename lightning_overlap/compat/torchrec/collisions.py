@@ -5,16 +5,32 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "MCHManagedCollisionModule": (
         *("_current_history_buffer_offset", "_current_iter", "_history_accumulator", "_history_metadata"),
+        *("_eviction_policy", "_evicted", "_mch_metadata", "_mch_remapped_ids_mapping", "_mch_sorted_raw_ids"),
+        *("_output_global_offset", "_update_and_evict"),
         *("_input_history_buffer_size", "_last_eviction_iter"),
     ),
 }
 
 _ITERATION = "_current_iter_tensor"  # a buffer, equal on all ranks: batches in which the module has counted ids
+
+_NO_ID = torch.iinfo(torch.int64).max  # in a slot that no id has
+SEGMENTS = "_output_segments_tensor"
+"""Buffer of a module: the first row of each rank's shard of the table and the end of the last, then -1."""
+
+
+class KnownIds(NamedTuple):
+    """The ids that have rows."""
+
+    ids: Tensor  # (num_ids,), int64, ascending within each shard
+    rows: Tensor  # (num_ids,), int64: in the unsharded table
+    metadata: Mapping[str, Tensor]  # name -> (num_ids,), int64, of the eviction policy: counts, last batch, ...
 
 
 class SeenIds(NamedTuple):
@@ -62,3 +78,65 @@ def forget_seen_ids(module: MCHManagedCollisionModule) -> None:
     """Let a module begin as TorchRec begins after a load: without ids, at the saved number of batches."""
     module._current_iter = module._last_eviction_iter = -1
     module._current_history_buffer_offset = 0
+
+
+def known_ids(module: MCHManagedCollisionModule) -> KnownIds:
+    """Return copies of the ids in a module's buffers, on the host; the buffers may be those of other shards."""
+    is_id = module._mch_sorted_raw_ids != _NO_ID
+    return KnownIds(
+        module._mch_sorted_raw_ids[is_id].cpu(),
+        module._mch_remapped_ids_mapping[is_id].cpu(),
+        {name: values[is_id].cpu() for name, values in module._mch_metadata.items()},
+    )
+
+
+def give_rows(module: MCHManagedCollisionModule, ids: Tensor, metadata: Mapping[str, Tensor]) -> Tensor:
+    """Forget all ids of a module, and give rows to `ids`, distinct; return their rows in the shard, -1 for none.
+
+    If there are more ids than rows, the module's eviction policy decides. No row is reset.
+    """
+    first, count = module._output_global_offset, module.output_size()
+    sorted_ids, rows = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping
+    sorted_ids.fill_(_NO_ID)
+    rows.copy_(torch.arange(first, first + count))
+    for buffer in module._mch_metadata.values():
+        buffer.zero_()
+    if len(ids) == 0:
+        return torch.empty(0, dtype=torch.int64)
+    ids, order = ids.to(sorted_ids.device).sort()
+    ordered = {name: values.to(ids.device)[order.to(values.device)] for name, values in metadata.items()}
+    # To the policy they are ids that were seen since the last eviction, as often and at the times that it knows.
+    counts = ordered.get("counts", torch.ones_like(ids))
+    module._current_iter = int(module.get_buffer(_ITERATION))
+    names = [name for name, _, is_of_seen_ids in module._eviction_policy.metadata_info if is_of_seen_ids]
+    module._update_and_evict(
+        ids, counts.clone(), {name: ordered.get(name, torch.zeros_like(ids)).clone() for name in names}
+    )
+    module._evicted = False
+    places = torch.searchsorted(sorted_ids, ids)
+    has_row = sorted_ids[places] == ids
+    for name, values in ordered.items():
+        module._mch_metadata[name][places[has_row]] = values[has_row]
+    found = torch.empty_like(ids)
+    found[order] = torch.where(has_row, rows[places] - first, -1)
+    return found.cpu()
+
+
+def first_row(module: MCHManagedCollisionModule) -> int:
+    """Return the first row of a module's shard in the unsharded table."""
+    return int(module._output_global_offset)
+
+
+def ranks_of(module: MCHManagedCollisionModule, ids: Tensor, num_ranks: int) -> Tensor:
+    """Return the rank that looks each id up, `(num_ids,)`, for ids on the host."""
+    blocks = module.buckets()
+    kjt = KeyedJaggedTensor(["ids"], ids, lengths=torch.tensor([len(ids)]))
+    by_rank, places = bucketize_kjt_before_all2all(
+        kjt,
+        num_buckets=num_ranks,
+        block_sizes=torch.tensor([-(-module.input_size() // blocks)]),
+        total_num_blocks=torch.tensor([[blocks]]),
+        output_permute=True,
+        keep_original_indices=True,
+    )
+    return torch.repeat_interleave(torch.arange(num_ranks), by_rank.lengths().long())[places.long()]
