@@ -2,15 +2,19 @@
 
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_overlap import EmbeddingDeltas
 from lightning_overlap.checkpoint import ITERATION, fused_state
+from lightning_overlap.deltas import FolderSink, SinkError
 from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.tables import ShardedStateNames, kernel_shards
 
@@ -101,6 +105,15 @@ def error_of(*args: Any, **kwargs: Any) -> str:
     except Exception as err:
         return "\n".join([f"{type(err).__name__}: {err}", *getattr(err, "__notes__", ())])
     return ""
+
+
+def error_where_rank_1_cannot_read(*args: Any, **kwargs: Any) -> str:
+    def read(self: FolderSink, name: str) -> bytes:
+        raise SinkError("this host has no such disk")
+
+    patch = mock.patch.object(FolderSink, "read", read) if dist.get_rank() == 1 else nullcontext()
+    with patch:
+        return error_of(*args, **kwargs)
 
 
 def error_and_words(case: Case, ckpt_path: str) -> tuple[str, str]:

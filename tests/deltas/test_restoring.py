@@ -18,7 +18,7 @@ from ..support.cases import ADAGRAD, ROWWISE_ADAGRAD, Case, TableSpec
 from ..support.ranks import Ranks, free_port
 from .delta_fits import Windows, stragglers
 from .histories import updated
-from .restores import error_and_words, error_of, train, validate
+from .restores import error_and_words, error_of, error_where_rank_1_cannot_read, train, validate
 
 GetRanks = Callable[..., Ranks]
 KINDS = ["table_wise", "row_wise", "column_wise", "data_parallel"]
@@ -218,6 +218,12 @@ def test_a_sink_that_does_not_fit_is_an_error_on_every_rank(two_ranks: Ranks, tm
     assert one == other
     assert words in one
     assert f"deltas://{tmp_path}" in one
+
+
+def test_a_sink_that_one_rank_cannot_read_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(train, MIXED, send_to=str(tmp_path))
+    for error in two_ranks.run(error_where_rank_1_cannot_read, MIXED, ckpt_path=f"deltas://{tmp_path}"):
+        assert error.startswith("SinkError: this host has no such disk")
 
 
 def test_no_message_shows_the_secrets_of_an_address(get_ranks: GetRanks) -> None:
