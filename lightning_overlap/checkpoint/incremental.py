@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
@@ -90,9 +91,11 @@ class Increments:
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
-        """Stop marking; a copy that was not settled does not count."""
+        """Stop marking, once the rows of the last save are copied."""
+        with suppress(RuntimeError):  # a broken device must not hide what broke it
+            self.settle()
+        self._settled(False)  # if that failed
         self._touched.detach()
-        self._settled(False)
 
     def settle(self) -> None:
         """Wait until the rows of the last save are copied: from here on anybody may write tables."""

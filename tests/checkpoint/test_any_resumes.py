@@ -37,7 +37,7 @@ def draws(draw: Callable[..., Any]) -> Drawn:
         val_interval=draw(st.sampled_from(intervals)),
         val_every_n_epochs=every,
         scheduler=draw(st.sampled_from(SCHEDULERS)),
-        format=draw(st.sampled_from(["full", "sharded", "incremental"])),
+        format=draw(st.sampled_from(["full", "sharded", "incremental", "incremental, asynchronous"])),
     )
 
 

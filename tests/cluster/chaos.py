@@ -81,8 +81,8 @@ def of_seed(seed: int) -> Trial:
         seed=seed,
         faults=tuple(draw() for _ in range(choose.randint(1, 3))),
         pipeline=choose.choice(["fused_sparse_dist", "split_backward", "base", "sparse_dist"]),
-        format=(saved_as := choose.choice(["sharded", "full"])),
-        asynchronous=saved_as == "sharded" and choose.random() < 0.5,
+        format=(saved_as := choose.choice(["sharded", "full", "incremental"])),
+        asynchronous=saved_as != "full" and choose.random() < 0.5,
         every=choose.randint(1, 3),
     )
 
@@ -208,7 +208,11 @@ def train(trial: Trial, folder: str) -> None:
 
     sys.addaudithook(watch)
     model = _Chaotic(faults, place / f"losses_{rank}")
-    options: dict[str, Any] = {"checkpoint_format": trial.format, "async_checkpoint": trial.asynchronous}
+    options: dict[str, Any] = {
+        "checkpoint_format": trial.format,
+        "async_checkpoint": trial.asynchronous,
+        "most_increments": 5,
+    }
     strategy = OverlapEmbeddingStrategy(trial.pipeline, sharding="table_wise", timeout=TIMEOUT_S, **options)
     saver = ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=trial.every)
     trainer = Trainer(
