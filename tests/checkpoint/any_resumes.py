@@ -113,7 +113,7 @@ class Watch(Callback):
         self.note(trainer, "batch_start", batch_idx, batch.inputs["sparse"][1])
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if module.drawn.format.startswith("incremental"):
+        if module.drawn.format.startswith("incremental") and self.stop is not None and not batch_idx:
             trainer.save_checkpoint(f"{self.path}.early")  # so that the one to resume from has changed rows only
         self.note(trainer, "batch_end", batch_idx, None if batch is None else outputs["loss"].item())
 
@@ -184,11 +184,9 @@ class Data(LightningDataModule):
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
-def _run(
-    drawn: Drawn, stop: Stop | None, folder: str, path: str, resume: str | None
-) -> tuple[list[Any], Result | None]:
+def _run(drawn: Drawn, stop: Stop | None, path: str, resume: str | None) -> tuple[list[Any], Result | None]:
     torch.manual_seed(3)
-    watch = Watch(stop, path or f"{folder}/whole")
+    watch = Watch(stop, path)
     model = Logs(drawn, watch)
     saved_as, _, how = drawn.format.partition(", ")
     options = {"checkpoint_format": saved_as, "async_checkpoint": bool(how), "most_increments": 10}
@@ -219,12 +217,12 @@ def done_of(log: Sequence[Any], stop: Stop) -> list[Any]:
 
 def compare(drawn: Drawn, folder: str) -> list[str]:
     """Return where a run with stops differs from one without; each run but the first resumes from the one before."""
-    whole, expected = _run(drawn, None, folder, "", None)
+    whole, expected = _run(drawn, None, "", None)
     log: list[Any] = []
     resume, result = None, None
     for number, stop in enumerate((*drawn.stops, None)):
         path = str(Path(folder) / f"{number}.ckpt")
-        part, result = _run(drawn, stop, folder, path, resume)
+        part, result = _run(drawn, stop, path, resume)
         if result is not None or stop is None:
             log += part
             break

@@ -46,6 +46,7 @@ def differences(ranks: Ranks, drawn: Drawn) -> list[list[str]]:
         return ranks.run(any_resumes.compare, drawn, folder)
 
 
+@pytest.mark.timeout(400)
 def test_any_resumes_equal_none(get_ranks: Callable[..., Ranks]) -> None:
     @settings(max_examples=20)
     @given(drawn=draws())
@@ -60,6 +61,7 @@ def test_any_resumes_equal_none(get_ranks: Callable[..., Ranks]) -> None:
     holds()
 
 
+@pytest.mark.timeout(400)
 def test_any_resumes_equal_none_on_two_ranks(get_ranks: Callable[..., Ranks]) -> None:
     @settings(max_examples=4)
     @given(drawn=draws())
