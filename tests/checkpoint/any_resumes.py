@@ -244,9 +244,8 @@ def compare(drawn: Drawn, folder: str) -> list[str]:
 def _without_place(path: str) -> None:
     checkpoint = torch.load(path, weights_only=True)
     state = checkpoint["loops"]["fit_loop"]["state_dict"]
-    names = [name for name in checkpoint | state if name.startswith("lightning_overlap")]
-    assert len(names) == 2
-    for name in names:
+    for name in ("lightning_overlap_place", "lightning_overlap_metrics"):
+        assert name in checkpoint | state
         checkpoint.pop(name, None)
         state.pop(name, None)
     torch.save(checkpoint, path)
