@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from typing_extensions import override
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
@@ -74,6 +74,7 @@ class HashingFiles(FileSystemBase):
     def __init__(self, files: FileSystemBase, where: str) -> None:
         self.written: dict[str, SavedFile] = {}
         self._files, self._where = files, where
+        self.is_local = isinstance(files, FileSystem)
 
     @override
     @contextmanager
@@ -128,6 +129,7 @@ class Checksums(NamedTuple):
     place: Place
     save: str  # identity of the save; "" if unknown
     files: Mapping[str, SavedFile]  # by name
+    base: "Checksums | None" = None  # of the base of an incremental checkpoint in an object store
 
     def check_size(self, name: str) -> int:
         """Return the size of a file; raise a DamagedError if it is missing, empty, too short or too long."""
@@ -157,7 +159,8 @@ class Checksums(NamedTuple):
     def saves(self) -> set[str]:
         """Return the saves that the files are of, as "NAME/SAVE" with NAME beside the checkpoint or itself."""
         folders = {file.where for file in self.files.values() if file.where}
-        return {one.removeprefix("../") if "/" in one else f"{self.place.name}/{one}" for one in folders}
+        own = {one.removeprefix("../") if "/" in one else f"{self.place.name}/{one}" for one in folders}
+        return own if self.base is None else own | self.base.saves()
 
     def seen_from(self, place: Place) -> "Checksums":
         """Return the same files as a checkpoint at another place beside this one lists them."""
@@ -167,13 +170,19 @@ class Checksums(NamedTuple):
             where = file.where if "/" in file.where else f"{above}{self.place.name}/{file.where}"
             return file._replace(where=where.removeprefix(above + own))
 
-        return Checksums(place, self.save, {name: seen(file) for name, file in self.files.items()})
+        base = None if self.base is None else self.base.seen_from(place)
+        return Checksums(place, self.save, {name: seen(file) for name, file in self.files.items()}, base)
 
     def encode(self) -> bytes:
         """Return the content of `checksums.json`."""
-        files = {name: list(file if file.where else file[:2]) for name, file in self.files.items()}
-        content = {"save": self.save, "files": files}
+        content = self._content()
+        if self.base is not None:
+            content["base"] = self.base._content()
         return json.dumps({**content, "checksum": _json_checksum(content)}, indent=0).encode()
+
+    def _content(self) -> dict[str, Any]:
+        files = {name: list(file if file.where else file[:2]) for name, file in self.files.items()}
+        return {"save": self.save, "files": files}
 
 
 SAVE_NAME = re.compile(r"[0-9a-f]{32}")
@@ -204,15 +213,21 @@ def read_checksums(place: Path | Place) -> Checksums | None:
     try:
         content = json.loads(data)
         if content.pop("checksum") == _json_checksum(content):
-            files = {
-                name: SavedFile(int(size), str(checksum), *map(str, where))
-                for name, (size, checksum, *where) in content["files"].items()
-            }
-            if all(is_plain_name(name) and is_where(file.where) for name, file in files.items()):
-                return Checksums(place, str(content["save"]), files)
+            base = _parsed(place, content["base"], None) if "base" in content else None
+            return _parsed(place, content, base)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the bytes may be anything
         pass
     raise DamagedError(damaged_part(place, CHECKSUMS_NAME, is_another("has")))
+
+
+def _parsed(place: Place, content: Any, base: Checksums | None) -> Checksums:
+    files = {
+        name: SavedFile(int(size), str(checksum), *map(str, where))
+        for name, (size, checksum, *where) in content["files"].items()
+    }
+    if not all(is_plain_name(name) and is_where(file.where) for name, file in files.items()):
+        raise ValueError("a file lies elsewhere")
+    return Checksums(place, str(content["save"]), files, base)
 
 
 class CheckedFiles(FileSystemBase):

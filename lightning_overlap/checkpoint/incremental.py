@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,12 @@ from ..distributed import Group, gather_objects, warn_on_rank_zero
 from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
 from .atomic import disk_errors
-from .checksums import HashedFile, read_checksums
-from .not_checkpoints import CHECKSUMS_NAME, METADATA_NAME, DamagedError, damaged_part
+from .checksums import Checksums, HashingFiles, SavedFile, read_checksums
+from .not_checkpoints import CHECKSUMS_NAME, INCREMENT_NAME, METADATA_NAME, DamagedError, damaged_part
 from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
+from .store_place import StoredBase
 from .table_state import KERNEL_KINDS, Piece, StateKey, local_parts
 
 BASE_FOLDER, ROWS_NAME = "base", "rows.json"
@@ -52,20 +53,24 @@ class RowsEntry(TypedDict):
 class RowsFile(NamedTuple):
     """What a file of rows is and has."""
 
-    size: int  # in bytes
-    checksum: str
+    file: SavedFile
     places: list[Place]
 
 
 class _Newest(NamedTuple):
-    """What the next increment stands on: the newest checkpoint. Only rank 0, which makes the links, knows it."""
+    """What the next increment stands on: the newest checkpoint. Only rank 0 knows it."""
 
-    folder: Path
-    identity: tuple[int, int]  # of its file of checksums: while it has that one, the folder is as it was saved
-    is_whole: bool
+    place: CheckpointPlace
+    identity: Any  # while the place has this one, the checkpoint is as it was saved
+    checksums: Checksums
     rows: dict[str, RowsFile]  # its files of rows
     base_save: str  # identity of the save of its base, or of its own
     base_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is its own base."""
+        return self.base_save == self.checksums.save
 
 
 class Increments:
@@ -137,14 +142,18 @@ class Increments:
 
     def _can_follow(self, place: CheckpointPlace) -> bool:
         newest = self._newest
-        if newest is None or not self._can_link or not isinstance(place, LocalPlace):
+        if newest is None or not (self._can_link or place.is_store):
             return False
-        if sum(file.size for file in newest.rows.values()) > self._most * newest.base_bytes:
+        if sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes:
             return False
         try:
-            there = next(folder for folder in place.path.parents if folder.exists())
-            return there.stat().st_dev == newest.identity[0] and _identity(newest.folder) == newest.identity
-        except OSError:
+            if isinstance(place, LocalPlace) and isinstance(newest.place, LocalPlace):
+                there = next(folder for folder in place.path.parents if folder.exists())
+                is_near = there.stat().st_dev == newest.identity[0]
+            else:  # a marker lists files beside it
+                is_near = newest.place.beside(place.name) == place
+            return bool(is_near and _identity(newest.place) == newest.identity)
+        except (OSError, DamagedError):
             return False
 
     def _is_of_rows(self, part: str, name: str) -> bool:
@@ -155,33 +164,30 @@ class Increments:
 
     def try_links(self, place: CheckpointPlace) -> None:
         """Find out on rank 0 whether a file system has hard links, in the folder of a save that is not complete yet."""
-        if isinstance(place, LocalPlace):
-            probe = place.unfinished / METADATA_NAME
-            try:
-                os.link(probe, link := probe.with_suffix(".link"))
-                link.unlink()
-            except OSError as err:
-                self._cannot_link(f"{place.path.parent} has no hard links ({err})")
-        elif self._can_link:
-            self._cannot_link(f"{place} is in an object store, which has no hard links")
-
-    def _cannot_link(self, why: str) -> None:
-        self._can_link = False
-        warn_on_rank_zero(f"{why}; checkpoint_format='incremental' needs them: every checkpoint will be whole.")
-
-    def saved(self, place: CheckpointPlace, save: str, num_bytes: int, increment: "Increment | None") -> None:
-        """Note on rank 0 a complete checkpoint of that size: the next increment stands on it."""
         if not isinstance(place, LocalPlace):
-            self._newest = None
             return
-        folder = place.path
+        probe = place.unfinished / METADATA_NAME
+        try:
+            os.link(probe, link := probe.with_suffix(".link"))
+            link.unlink()
+        except OSError as err:
+            self._can_link = False
+            warn_on_rank_zero(
+                f"{place.path.parent} has no hard links ({err}), which checkpoint_format='incremental' needs: every "
+                "checkpoint will be whole."
+            )
+
+    def saved(self, checksums: Checksums, increment: "Increment | None") -> None:
+        """Note on rank 0 a complete checkpoint: the next increment stands on it."""
+        place = checksums.place
         if increment is None:
-            self._newest = _Newest(folder, _identity(folder), True, {}, save, num_bytes)
+            num_bytes = sum(file.size for file in checksums.files.values())
+            self._newest = _Newest(place, _identity(place), checksums, {}, checksums.save, num_bytes)
         else:
             before = increment.newest
             assert before is not None
             self._newest = before._replace(
-                folder=folder, identity=_identity(folder), is_whole=False, rows=increment.rows
+                place=place, identity=_identity(place), checksums=checksums, rows=increment.rows
             )
 
     def end_save(self) -> None:
@@ -222,18 +228,27 @@ class Increment:
                 "and the next backward. Write tables before the save, or use async_checkpoint=False"
             )
 
-    def link(self, unfinished: Path) -> None:
-        """Give the newest checkpoint's base and rows a name in a new folder."""
-        assert self.newest is not None
-        folder, is_whole = self.newest.folder, self.newest.is_whole
-        base = folder if is_whole else folder / BASE_FOLDER
-        skipped = {METADATA_NAME} if is_whole else set()
+    def link(self, place: CheckpointPlace) -> Checksums | None:
+        """Give base and rows of the newest checkpoint a name in a new one, on a disk.
+
+        In an object store, which has no links, return what the new marker has to list of the base.
+        """
+        newest = self.newest
+        assert newest is not None
+        if not isinstance(place, LocalPlace) or not isinstance(newest.place, LocalPlace):
+            known = newest.checksums.seen_from(place)
+            self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
+            return known if newest.is_whole else known.base
+        folder, unfinished = newest.place.path, place.unfinished
+        base = folder if newest.is_whole else folder / BASE_FOLDER
+        skipped = {METADATA_NAME} if newest.is_whole else set()
         shutil.copytree(base, unfinished / BASE_FOLDER, copy_function=os.link, ignore=lambda *_: skipped)
         for name in self.rows:
             os.link(folder / name, unfinished / name)
+        return None
 
-    def write(self, folder: Path, rank: int) -> dict[str, RowsFile]:
-        """Write this rank's rows, in any thread; return the file, or nothing without rows."""
+    def write(self, files: HashingFiles, folder: str, rank: int) -> dict[str, list[Place]]:
+        """Write this rank's rows, in any thread; return what the file has by its name, or nothing without rows."""
         entries: list[RowsEntry] = []
         places: list[Place] = []
         copied = self._copy.rows()
@@ -250,23 +265,44 @@ class Increment:
             )
         if not entries:
             return {}
-        path = folder / f"rows_{self._num}_{rank}.pt"
-        with disk_errors(), path.open("wb") as file:
-            hashed = HashedFile(file)
-            torch.save(entries, cast(IO[bytes], hashed))
-            file.flush()
-            os.fsync(file.fileno())
+        name = f"rows_{self._num}_{rank}.pt"
+        with disk_errors(), files.create_stream(files.concat_path(folder, name), "wb") as file:
+            torch.save(entries, file)
+            if files.is_local:
+                file.flush()
+                os.fsync(file.fileno())
         self._copy.give_back()
-        return {path.name: RowsFile(hashed.size, hashed.checksum, places)}
+        return {name: places}
 
     def index(self) -> bytes:
         """Return the content of `rows.json`."""
-        return json.dumps({name: file.places for name, file in self.rows.items()}).encode()
+        return json.dumps({name: one.places for name, one in self.rows.items()}).encode()
 
 
-def _identity(folder: Path) -> tuple[int, int]:
-    found = (folder / CHECKSUMS_NAME).stat()
-    return found.st_dev, found.st_ino
+def _identity(place: CheckpointPlace) -> Any:
+    """Return what changes when a checkpoint is saved again or removed; an OSError if it is gone."""
+    if isinstance(place, LocalPlace):
+        found = (place.path / CHECKSUMS_NAME).stat()
+        return found.st_dev, found.st_ino
+    checksums = read_checksums(place)
+    return None if checksums is None else checksums.save
+
+
+def is_incremental(place: CheckpointPlace) -> bool:
+    """Return whether a checkpoint has a base, and rows that changed since."""
+    if not place.is_store:
+        return place.has(INCREMENT_NAME)
+    checksums = read_checksums(place)
+    return checksums is not None and INCREMENT_NAME in checksums.files
+
+
+def base_of(place: CheckpointPlace) -> CheckpointPlace:
+    """Return the place of the whole checkpoint that an incremental one contains."""
+    return (
+        LocalPlace(place.path / BASE_FOLDER)
+        if isinstance(place, LocalPlace)
+        else cast(CheckpointPlace, StoredBase(place))
+    )
 
 
 def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> None:

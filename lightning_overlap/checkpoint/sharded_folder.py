@@ -29,7 +29,7 @@ from ..text import check_known, some, without_secrets
 from .atomic import being_replaced, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
-from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, put_rows
+from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
 from .managed_collision_state import collision_state, pieces_for
 from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
@@ -226,10 +226,13 @@ def _write(
     increment: Increment | None,
     state: State,
 ) -> None:
+    base: Checksums | None = None  # of an increment in a store
+
     def begin() -> None:
+        nonlocal base
         place.begin(name)
         if increment is not None:
-            increment.link(unfinished)
+            base = increment.link(place)
 
     def finish() -> None:
         where = place.where(name)
@@ -237,29 +240,29 @@ def _write(
         last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest}
         if increment is not None:
             for _, rows in written:
-                increment.rows.update(rows)
-            files |= {key: SavedFile(*file[:2]) for key, file in increment.rows.items()}
+                increment.rows |= {key: RowsFile(files[key], places) for key, places in rows.items()}
+            files |= {key: one.file for key, one in increment.rows.items()}
             last[ROWS_NAME] = memoryview(increment.index())
         files |= {key: SavedFile(len(content), checksum_of(content), where) for key, content in last.items()}
         for key, content in last.items():
             place.write(name, key, content)
         if increments is not None and increment is None:
             increments.try_links(place)
-        place.commit(Checksums(place, name, files), also)
+        checksums = Checksums(place, name, files, base)
+        place.commit(checksums, also)
         if increments is not None:
-            increments.saved(place, name, sum(file.size for file in files.values()), increment)
+            increments.saved(checksums, increment)
 
     with writing(place):
         [name, *_] = gather_objects(name, group)  # rank 0's
         own_files, folder = place.writer_files(name)
-        unfinished = Path(folder)  # of an increment, which is local
         on_rank_zero(begin, group)
         # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
         writer = _Writer(folder, single_file_per_rank=False, sync_files=not place.is_store, per_thread_copy_ahead=0)
         writer.fs = files = HashingFiles(own_files, place.where(name))  # type: ignore[assignment]
         writer.path = folder  # an address is no `Path`
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
-        rows = {} if increment is None else together(partial(increment.write, unfinished, _rank(group)), group)
+        rows = {} if increment is None else together(partial(increment.write, files, folder, _rank(group)), group)
         written = gather_objects((files.written, rows), group)
         on_rank_zero(finish, group)
     if increments is not None:
@@ -398,7 +401,7 @@ def load_folder(
         for folder, pieces in _by_folder(path, state, saved).items():
             reader, planner = SafeReader(folder), SafePlanner(weights_only)
             load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    if _is_incremental(path):
+    if is_incremental(path):
         together(partial(put_rows, path, state), group, alike=(DamagedError,))
     state.setdefault(MODEL, {})
     saved_segments = {name: state[MODEL][key] for key, name in segments.items()}
@@ -431,7 +434,7 @@ def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, A
     state: State = {}
     with _loading(place):
         # What an incremental folder has itself comes before what its base has.
-        for folder in [place, base_of(place)] if _is_incremental(place) else [place]:
+        for folder in [place, base_of(place)] if is_incremental(place) else [place]:
             reader = SafeReader(folder)
             metadata = reader.read_metadata()
             names, known = metadata.state_dict_metadata, metadata.planner_data
@@ -446,7 +449,7 @@ def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, A
             load(flat, storage_reader=reader, planner=SafePlanner(weights_only), no_dist=True)
             for name, keys in wanted.items():
                 _put_at(state, keys, flat.pop(name))
-    if _is_incremental(place):
+    if is_incremental(place):
         put_rows(place, state)
     state_dict = {key: _with_lists(value) for key, value in state.pop(MODEL, {}).items()}
     return {**rest, "state_dict": state_dict, **{ENTRIES[part]: pieces for part, pieces in state.items()}}
@@ -493,7 +496,7 @@ def _loading(path: Place) -> Iterator[None]:
 
 def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
     """Return what `meta.pt` has; with `checks_all` raise a DamagedError if any file is missing, short or long."""
-    checksums, rest_name = read_checksums(place), INCREMENT_NAME if _is_incremental(place) else METADATA_NAME
+    checksums, rest_name = read_checksums(place), INCREMENT_NAME if is_incremental(place) else METADATA_NAME
     known = checksums or Checksums(place, "", {rest_name: SavedFile(0, "")})
     with known.checked(rest_name) as file:
         for name in known.files if checks_all else ():
@@ -516,20 +519,10 @@ def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> 
     return rest
 
 
-def _is_incremental(place: Place) -> bool:
-    return not place.is_store and place.has(INCREMENT_NAME)
-
-
-def base_of(place: Place) -> Place:
-    """Return the place of the whole checkpoint that an incremental one contains."""
-    assert isinstance(place, LocalPlace)
-    return LocalPlace(place.path / BASE_FOLDER)
-
-
 def _saved(path: Place, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return part -> name -> shape and dtype of the tensors in a folder; None for `objects` (of `get_extra_state`)."""
     own = _listed(path, objects)
-    if _is_incremental(path):
+    if is_incremental(path):
         for part, pieces in _listed(base_of(path), objects).items():
             if part in (MODEL, FUSED):  # what increments have rows of; all else is in each of them
                 own[part] = {**pieces, **own[part]}
@@ -538,7 +531,7 @@ def _saved(path: Place, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _by_folder(path: Place, state: State, saved: Mapping[str, Mapping[str, Any]]) -> dict[Place, State]:
     """Return the folders of a checkpoint, each with the pieces that are loaded from it."""
-    if not _is_incremental(path):
+    if not is_incremental(path):
         return {path: state}
     own = _listed(path, [key for key, entry in saved[MODEL].items() if entry is None])
     base = base_of(path)

@@ -12,7 +12,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from glob import has_magic
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..text import message_without_secrets, without_secrets
 from .checksums import SAVE_NAME, Checksums, read_checksums
-from .not_checkpoints import CHECKSUMS_NAME, DamagedError
+from .not_checkpoints import CHECKSUMS_NAME, DamagedError, damaged_part
 from .places import LocalPlace, Place
 
 _ON_DISK = ("file://", "local://")  # fsspec's addresses of local files
@@ -368,3 +368,31 @@ class _UploadedFiles(FileSystemBase):
     def rm_file(self, path: Any) -> None:
         with self._place._errors("write to"):
             self._files.rm_file(path)
+
+
+class StoredBase:
+    """The base of an incremental checkpoint in an object store, as its marker lists it. To read only: see `Place`."""
+
+    is_store = True
+
+    def __init__(self, place: Place) -> None:
+        checksums = read_checksums(place)
+        if checksums is None or checksums.base is None:
+            raise DamagedError(damaged_part(place, CHECKSUMS_NAME, "lists no base"))
+        self._place, self._listed = place, checksums.base.encode()
+
+    def __str__(self) -> str:
+        return str(self._place)
+
+    def read(self, name: str) -> bytes:
+        """Return the checksums, which are all that is read by name."""
+        assert name == CHECKSUMS_NAME
+        return self._listed
+
+    def size(self, name: str, where: str) -> int:
+        """Return the size of a file in bytes."""
+        return self._place.size(name, where)
+
+    def on_disk(self, name: str, where: str) -> AbstractContextManager[Path]:
+        """Copy a file to a temporary folder."""
+        return self._place.on_disk(name, where)

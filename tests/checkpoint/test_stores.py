@@ -14,7 +14,7 @@ from . import stores
 from .test_crashes import NUM_STEPS, check
 
 
-@pytest.mark.parametrize("how", ["sharded", "async"])
+@pytest.mark.parametrize("how", ["sharded", "async", "incremental"])
 def test_a_crash_at_any_change(get_ranks: Any, how: str, tmp_path: Path) -> None:
     [(left, names, began, lost)] = get_ranks(1).run(stores.fit_and_crash, str(tmp_path), how, 3)
     check(left)
@@ -25,7 +25,7 @@ def test_a_crash_at_any_change(get_ranks: Any, how: str, tmp_path: Path) -> None
     assert not lost
 
 
-@pytest.mark.parametrize("how", ["sharded", "async"])
+@pytest.mark.parametrize("how", ["sharded", "async", "incremental"])
 def test_a_fit_resumes_from_a_store(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     for whole, resumed in two_ranks.run(stores.fit_and_resume, str(tmp_path), how):
         assert torch.equal(whole.losses[-len(resumed.losses) :], resumed.losses)
