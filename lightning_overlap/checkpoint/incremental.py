@@ -1,6 +1,7 @@
 """Checkpoint folders with the rows that changed since an earlier checkpoint, and hard links to what that one has.
 
-Such a folder is complete by itself: it may be moved, and others may be removed. It has
+Such a folder is complete by itself: it may be moved, and others may be removed. In an object store, which has no links,
+the marker lists the files of earlier saves: those of `base/`, and those of rows. A folder has
 
 - `base/`: the files of a whole checkpoint, as hard links;
 - `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`; hard links but for
@@ -298,11 +299,9 @@ def is_incremental(place: CheckpointPlace) -> bool:
 
 def base_of(place: CheckpointPlace) -> CheckpointPlace:
     """Return the place of the whole checkpoint that an incremental one contains."""
-    return (
-        LocalPlace(place.path / BASE_FOLDER)
-        if isinstance(place, LocalPlace)
-        else cast(CheckpointPlace, StoredBase(place))
-    )
+    if isinstance(place, LocalPlace):
+        return LocalPlace(place.path / BASE_FOLDER)
+    return cast(CheckpointPlace, StoredBase(place))  # which can be read
 
 
 def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import StorePlace, place_at, read_folder
 from lightning_overlap.checkpoint.checksums import read_checksums
+from lightning_overlap.checkpoint.incremental import is_incremental
 
 from ..support.cases import TABLE_WISE, Batches
 from ..support.fits import make_trainer
@@ -119,6 +120,7 @@ def fit_and_resume(folder: str, how: str) -> Any:
         options = options_of(how)
         whole = checkpoints.train(TABLE_WISE, f"{RUN}/one", epochs=2, **options)
         resumed = f"{RUN}/one/epoch=0.ckpt"
+        assert is_incremental(place_at(resumed)) == (how == "incremental")
         again = checkpoints.train(TABLE_WISE, f"{RUN}/two", epochs=2, resume=resumed, **options)
     return whole.result, again.result
 
