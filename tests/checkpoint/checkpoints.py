@@ -89,7 +89,8 @@ def train(
     case = planned(case, plan)
     model = model_class(case)
     if kwargs.get("checkpoint_format") == "incremental":
-        callbacks, kwargs["most_increments"] = (*callbacks, SavesEarly(f"{folder}.early.ckpt")), 10
+        early = f"{folder}/early.ckpt" if "://" in folder else f"{folder}.early.ckpt"  # a store has no links
+        callbacks, kwargs["most_increments"] = (*callbacks, SavesEarly(early)), 10
     if resume is not None:
         zeroed(model)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
