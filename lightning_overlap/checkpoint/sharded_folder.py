@@ -422,14 +422,14 @@ def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, A
     """Return what a full file of a checkpoint folder has, with unsharded tensors on the host; needs no other ranks.
 
     Holds these tensors and one shard. Raises a DamagedError if a file is not as it was saved, a RuntimeError for
-    objects that `weights_only` rejects, and a ValueError for managed collision modules, which no full file can hold.
+    objects that `weights_only` rejects, and a ValueError for managed collision modules.
     """
     place = as_place(path)
     rest = _read_rest(place, weights_only=weights_only, checks_all=True)
     if ASSIGNING_RANKS in rest:
         raise ValueError(
-            f"{place} has managed collision modules, which a full file cannot hold: each shard assigns rows to ids. "
-            "Load the folder itself, with OverlapEmbeddingStrategy on as many ranks."
+            f"{place} has managed collision modules, whose ids of several ranks are put together as they are loaded. "
+            "Load the folder with OverlapEmbeddingStrategy, or save with checkpoint_format='full'."
         )
     state: State = {}
     with _loading(place):
