@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from ..distributed import Group, gather_objects, warn_on_rank_zero
+from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
 from .atomic import disk_errors
@@ -83,9 +84,9 @@ class Increments:
     """
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
-        self._touched = TouchedRows(
-            model, access, rank=0 if group is None else group.rank(), states=True, on_settled=self._settled
-        )
+        rank = 0 if group is None else group.rank()
+        mark = partial(TouchedRows, model, access, rank=rank, states=True, on_settled=self._settled)
+        self._touched = together(mark, group, alike=(ValueError,))  # only some ranks may have a kernel without rows
         self._group, self._most = group, most
         mine = {field.shard.name for field in self._touched.fields}
         self._tables = {name for names in gather_objects(mine, group) for name in names}

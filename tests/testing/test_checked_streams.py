@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -35,12 +36,14 @@ def train(
     case: cases.Case,
     pipeline: str,
     stream: str = "dedicated",
-    module: type[Model] = Model,
+    module: Callable[[cases.Case], Model] = Model,
+    strategy_options: Mapping[str, Any] | None = None,
     **trainer_options: Any,
 ) -> None:
     batches = [cases.make_batch(case, index, 0) for index in range(7)]
     # On a device the kernels alone check ids.
     options = {"sharding": cases.make_plan(case, Model(case), 1), "stream": stream, "out_of_range_ids": "fbgemm"}
+    options |= strategy_options or {}
     with process_group("cpu"), warnings.catch_warnings(action="ignore"):
         setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
         # A digest after each step would make pending updates at once.
