@@ -36,7 +36,9 @@ def newest_checkpoint(folder: Path) -> str:
     The first start finds no "last": Lightning says so, and trains from the beginning.
     """
     preempted = max(folder.glob("hpc_ckpt_*.ckpt"), key=saved_at, default=None)
-    if preempted is None or any(saved_at(last) > saved_at(preempted) for last in folder.glob("last*.ckpt")):
+    links = list(folder.glob("last*.ckpt"))
+    # A link to nothing is an error of "last", which says what to do.
+    if preempted is None or any(not last.exists() or saved_at(last) > saved_at(preempted) for last in links):
         return "last"
     return str(preempted)
 
@@ -56,7 +58,7 @@ def train(folder: Path, steps: int, save_every: int, **launched: Any) -> str:
     model = DLRM(data.table_sizes, data.num_dense, table_learning_rate=0.05)
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=save_every, save_last="link", save_top_k=1)
     trainer = Trainer(
-        accelerator="cpu",  # "cuda" with one GPU per process
+        accelerator="auto",  # GPUs if the host has any: one for each rank
         max_epochs=1,
         callbacks=[saves],
         default_root_dir=folder,  # Slurm's preemption saves here

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -53,7 +54,10 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
     )
     if not is_last or not any(is_address(folder) for folder in _folders(trainer)):
         in_part = ckpt_path is None and is_address(trainer.default_root_dir) and SLURMEnvironment.detect()
-        return None if in_part and kwargs.get("model_provided") else own(fn, ckpt_path, **kwargs)
+        found_on_disk = None if in_part and kwargs.get("model_provided") else own(fn, ckpt_path, **kwargs)
+        if ckpt_path == "last" and found_on_disk is None:
+            _refuse_broken_links(trainer)
+        return found_on_disk
     found = dict(_last(trainer))
     if not found:
         rank_zero_warn(
@@ -63,6 +67,21 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
         return None
     # Stores count whole seconds. The bridge `last.new.ckpt` exists as long as it is newer than `last.ckpt`.
     return max(found, key=lambda path: (found[path], ".new." in path.rpartition("/")[2], path))
+
+
+def _refuse_broken_links(trainer: Trainer) -> None:
+    """Raise a FileNotFoundError for a last checkpoint that is a link to nothing: training would begin again."""
+    for callback in _savers(trainer, ModelCheckpoint):
+        folder = Path(checkpoint_folder(callback, trainer))
+        for link in folder.glob(f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}"):
+            if link.is_symlink() and not link.exists():
+                others = [one for one in folder.glob(f"*{callback.FILE_EXTENSION}") if one.exists()]
+                newest = max(others, key=lambda one: one.stat().st_mtime, default=None)
+                advice = f'Pass ckpt_path="{newest}", the newest checkpoint there. ' if newest else ""
+                raise FileNotFoundError(
+                    f'ckpt_path="last": {link} leads to {os.readlink(link)}, which is gone. {advice}To begin anew, '
+                    "remove the link."
+                )
 
 
 def _savers(trainer: Trainer, kind: type[Saver]) -> list[Saver]:

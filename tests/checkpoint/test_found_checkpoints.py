@@ -140,3 +140,17 @@ def test_copies_on_every_disk_load(two_ranks: Ranks, folders: list[str], checkpo
     ours, theirs = (Path(folder, "last.ckpt") for folder in folders)
     (shutil.copytree if ours.is_dir() else shutil.copy)(ours, theirs)
     assert [said for said, _ in two_ranks.run(load, folders, ["last.ckpt", "last.ckpt"])] == ["", ""]
+
+
+def test_a_last_checkpoint_that_leads_nowhere(two_ranks: Ranks, folders: list[str]) -> None:
+    """Training would begin again, though a whole checkpoint lies beside the link."""
+    shared = [folders[0]] * 2
+    two_ranks.run(save_last, shared)
+    last = Path(folders[0]) / "last.ckpt"
+    last.rename(last.with_name("step=3.ckpt"))
+    last.symlink_to("step=9.ckpt")
+    told = two_ranks.run(load, shared, ["last"] * 2)
+    for said, seconds in told:
+        assert "last.ckpt leads to step=9.ckpt, which is gone. Pass ckpt_path=" in said
+        assert "step=3.ckpt" in said
+        assert seconds < SOON_S
