@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from lightning_overlap.checkpoint import sharded_folder
+from lightning_overlap.checkpoint import atomic
 from lightning_overlap.compat.lightning import logged_step
 
 from ..checkpoint.resumes import StatefulBatches, Watched
@@ -237,7 +237,7 @@ def live(
 
 def live_and_break_a_save(folder: str, pipeline: str, signals: Sequence[Signal]) -> Life:
     """Fail on rank 0 just before a checkpoint gets its name, as if the job were killed there."""
-    with mock.patch.object(sharded_folder, "atomic_replace", side_effect=OSError("killed")):
+    with mock.patch.object(atomic, "atomic_replace", side_effect=OSError("killed")):
         return live(folder, pipeline, signals)
 
 

@@ -73,12 +73,12 @@ class FakeSparse:
         self.left_from, self.observe = left_from, observer
         self.fail_at: tuple[Stage, int] | None = None
         self.current: FakeFlight | None = None
-        self._num_runs = 0
+        self.num_runs = 0
         self.clear()
 
     def clear(self) -> None:
-        self._num_runs += 1
-        self.loaded = f"the tables as loaded before run {self._num_runs}"  # read by prefetches
+        self.num_runs += 1
+        self.loaded = f"the tables as loaded before run {self.num_runs}"  # read by prefetches
         self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
@@ -212,6 +212,7 @@ class FakeFlight(Flight):
 
     sparse: FakeSparse
     modules: dict[str, FakeModule] = field(default_factory=dict)
+    sizes: str = ""  # the name of their memory, once they are sent
 
     def send_sizes(self) -> None:
         sparse = self.sparse
@@ -220,8 +221,9 @@ class FakeFlight(Flight):
         for name in self.batch.modules:
             self.modules[name] = FakeModule(sparse.modules[name], name, self.index)
             sparse.pending.add((Stage.INPUT_SPLITS_DIST, self.index, name))
-        sizes = [_of_batch("sizes", self.index)]  # the host reads them, so no memory of a device is handed over
-        sparse.do(Stage.INPUT_SPLITS_DIST, self, reads=memory_of(self.batch), writes=sizes)
+        # The host reads them, so no memory of a device is handed over. A later run has others.
+        self.sizes = _of_batch("sizes", self.index, f"run {sparse.num_runs}")
+        sparse.do(Stage.INPUT_SPLITS_DIST, self, reads=memory_of(self.batch), writes=[self.sizes])
 
     def send_ids(self) -> None:
         sparse = self.sparse
@@ -234,7 +236,7 @@ class FakeFlight(Flight):
             state.last = Stage.INPUT_DATA_DIST
             sparse.complete(Stage.INPUT_SPLITS_DIST, self.index, name)
             sparse.pending.add((Stage.INPUT_DATA_DIST, self.index, name))
-        reads = [_of_batch("sizes", self.index), *memory_of(self.batch)]
+        reads = [self.sizes, *memory_of(self.batch)]
         sparse.do(Stage.INPUT_DATA_DIST, self, reads=reads, makes=memory_of(list(self.modules.values())))
 
     def receive_ids(self) -> Any:
