@@ -229,6 +229,8 @@ def test_signals_are_heard_in_another_thread() -> None:
     before, taken = socket.socketpair()
     taken.setblocking(False)
     own = signal.signal(signal.SIGUSR1, lambda *_: None), signal.set_wakeup_fd(taken.fileno())
+    # A DataLoader's workers leave a handler for the ends of children, which would be heard too.
+    children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signals = Signals()
     try:
         held = signal.set_wakeup_fd(-1)
@@ -247,5 +249,6 @@ def test_signals_are_heard_in_another_thread() -> None:
         assert signal.set_wakeup_fd(-1) == taken.fileno()
         signal.set_wakeup_fd(own[1])
         signal.signal(signal.SIGUSR1, own[0])
+        signal.signal(signal.SIGCHLD, children)
         before.close()
         taken.close()
