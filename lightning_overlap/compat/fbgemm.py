@@ -23,9 +23,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "SplitTableBatchedEmbeddingBagsCodegen": (
         *("iter", "iter_cpu", "learning_rate_tensor", "optimizer_args", "weights_host", "weights_dev", "weights_uvm"),
         *("lxu_cache_weights", "lxu_cache_locking_counter", "prefetch_pipeline", "prefetch_stream", "use_cpu"),
+        "D_offsets",
         *(*_LAST_LOOKUP, *_AHEAD),
     ),
-    "DenseTableBatchedEmbeddingBagsCodegen": (*("embedding_specs", "use_cpu", "weights"),),
+    "DenseTableBatchedEmbeddingBagsCodegen": ("D_offsets", "embedding_specs", "use_cpu", "weights"),
 }
 """By the class that has them. FBGEMM documents none of these attributes."""
 
@@ -46,6 +47,16 @@ def runs_on_cpu(kernel: Any) -> bool:
 def rows_of(kernel: DenseKernel) -> list[int]:
     """Return the number of rows of each table of a dense kernel."""
     return [num_rows for num_rows, _ in kernel.embedding_specs]
+
+
+def no_features(kernel: FusedKernel | DenseKernel) -> Tensor:
+    """Return the `feature_requires_grad` of a lookup without gradients of weights of ids.
+
+    `(num_features,)`, int32, zeros, on the kernel's device. The kernel's backward computes these gradients for every
+    lookup with weights, also where the weights require none; with zeros it updates the same rows to the same bits.
+    """
+    ends_of_columns: Tensor = kernel.D_offsets  # of each feature, after a 0
+    return torch.zeros(ends_of_columns.numel() - 1, dtype=torch.int32, device=ends_of_columns.device)
 
 
 def clips_gradients(kernel: FusedKernel) -> bool:

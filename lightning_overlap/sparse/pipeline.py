@@ -23,6 +23,7 @@ from .module_forwards import ModuleForwards
 from .options import SparseOptions
 from .overwritten import OverwrittenLookups
 from .present_step import PresentStep
+from .unread_gradients import leave_out_unread_gradients
 
 _num_made = itertools.count()
 
@@ -61,6 +62,7 @@ class SparsePipeline:
         # Called in the place of `ModuleForward.answer`, with the same arguments after the forward, by a check of a run.
         self.watch_call: Callable[[ModuleForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
+        self._hooks: list[Any] = []  # on the modules' kernels while it is attached
 
     @property
     def unpipelined(self) -> dict[str, str]:
@@ -70,11 +72,14 @@ class SparsePipeline:
     def attach(self) -> None:
         """Replace the modules' forwards until `detach`."""
         self._leaves = _hold_leaves(self.modules.values(), self.streams)
+        self._remove_hooks()
+        self._hooks = leave_out_unread_gradients(self.modules.values())
         self.forwards.attach()
 
     def detach(self) -> None:
         """Give every module its former forward back and forget all batches, without a collective."""
         self.forwards.detach()
+        self._remove_hooks()
         if self.mismatches is not None:
             self.mismatches.end()
         self._leaves = []
@@ -82,6 +87,11 @@ class SparsePipeline:
         self.step.abandon()
         if self.exchange is not None:
             self.exchange.waiting.clear()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def answered(self, name: str, answer: Any, *, in_step: bool) -> None:
         """Register what has to see the gradients of a module's answer, which the caller is about to get."""

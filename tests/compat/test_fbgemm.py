@@ -46,6 +46,25 @@ def test_the_rows_of_a_dense_kernel_are_those_that_have_gradients() -> None:
         look_up(kernel, last[0], last[1] + 1)
 
 
+@meanings.of(f"{FUSED}.D_offsets", f"{DENSE}.D_offsets")
+@pytest.mark.parametrize("kernel_of", [fused, dense])
+def test_a_lookup_without_gradients_of_weights_trains_the_same_rows(kernel_of: Any) -> None:
+    updated = []
+    for leaves_out in (False, True):
+        kernel = kernel_of(feature_table_map=[0, 1, 1])
+        none = fbgemm.no_features(kernel)
+        assert (none.tolist(), none.dtype) == ([0, 0, 0], torch.int32)
+        weights = torch.tensor([0.3, 0.7, 0.1, 0.9]).requires_grad_()
+        masks = {"feature_requires_grad": none} if leaves_out else {}
+        found = kernel(torch.tensor([1, 4, 2, 1]), torch.tensor([0, 2, 3, 4]), weights, **masks)
+        found.square().sum().backward()
+        assert bool(weights.grad.any()) is not leaves_out
+        tables = [weight.tolist() for weight in kernel.split_embedding_weights()]
+        gradients = [one.grad.tolist() for one in kernel.parameters() if one.grad is not None]
+        updated.append((found.tolist(), tables, gradients))
+    assert updated[0] == updated[1]
+
+
 @meanings.of(f"{FUSED}.optimizer_args")
 @pytest.mark.parametrize("clips", [False, True])
 def test_what_clips_moves_rows_less(clips: bool) -> None:
