@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 DIM, EVERY, NUM_SAVES, BAG = 32, 10, 5, 20
+DELTAS = "deltas"  # a cut every ten steps in the place of a checkpoint
 FORMS: dict[str, dict[str, Any]] = {
     "no checkpoint": {},
     "sharded": {"checkpoint_format": "sharded"},
     "sharded, asynchronous": {"checkpoint_format": "sharded", "async_checkpoint": True},
     "incremental": {"checkpoint_format": "incremental"},
     "incremental, asynchronous": {"checkpoint_format": "incremental", "async_checkpoint": True},
+    DELTAS: {"optimizer_state": True},
 }
 
 
@@ -49,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--touched", type=float, nargs="*", default=[0.001, 0.05], help="part of the rows, in a step")
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS)[1:], default=list(FORMS)[1:])
     parser.add_argument("--folder", help="where checkpoints are written; the default is the system's")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -61,8 +64,10 @@ def main() -> None:
     for part in options.touched:
         without = 0.0
         for name, form in FORMS.items():
+            if form and name not in options.forms:
+                continue
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                found = measure(Path(folder), form, options.rows, part)
+                found = measure(Path(folder), form, options.rows, part, deltas=name == DELTAS)
             all_steps = statistics.median(found.windows[1:])
             if not form:
                 without = all_steps
@@ -77,7 +82,7 @@ def main() -> None:
             )
 
 
-def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float) -> Measured:
+def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float, *, deltas: bool = False) -> Measured:
     """Train, save every ten steps, and load the newest checkpoint."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
@@ -86,7 +91,7 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float) -> M
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-    from lightning_overlap import OverlapEmbeddingStrategy
+    from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
 
     found = Measured()
     num_ids = int(num_rows * part)
@@ -125,13 +130,14 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float) -> M
             trainer.strategy.finish_save()  # saves are minutes apart, where they matter
             path = folder / f"{step}.ckpt"
             if found.touched:
-                found.num_bytes.append(new_bytes(folder / f"{step - EVERY}.ckpt"))
+                found.num_bytes.append(new_bytes(folder if deltas else folder / f"{step - EVERY}.ckpt") - sum(sent))
+                sent.append(found.num_bytes[-1] if deltas else 0)
             ids = torch.cat(touched[step - EVERY : step]).unique()
             found.touched.append(len(ids) * (DIM + 1) * 4)
             self.start = time.perf_counter()
             if form:
                 trainer.save_checkpoint(path)
-            found.stands.append(time.perf_counter() - self.start)
+            found.stands.append(cuts.take() if deltas else time.perf_counter() - self.start)
             if form and step == EVERY * NUM_SAVES:
                 trainer.strategy.finish_save()
                 start = time.perf_counter()
@@ -140,13 +146,28 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float) -> M
                 trainer.strategy.load_optimizer_state_dict(loaded)
                 found.load = time.perf_counter() - start
 
+    class Cuts(EmbeddingDeltas):
+        spent = 0.0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            start = time.perf_counter()
+            super().on_train_batch_end(*args)
+            self.spent += time.perf_counter() - start
+
+        def take(self) -> float:
+            spent, self.spent = self.spent, 0.0
+            return spent
+
+    sent: list[int] = []
+    cuts, form = Cuts(folder, EVERY, **form if deltas else {}), {} if deltas else form
+    callbacks: list[Callback] = [cuts, Saves()] if deltas else [Saves()]
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     strategy = OverlapEmbeddingStrategy(
         fused_optimizer=(RowWiseAdagrad, {"lr": 0.1}), replicate_tables=False, sharding="table_wise", **form
     )
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=[Saves()], **quiet)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **quiet)
     trainer.fit(Table(), torch.utils.data.DataLoader(list(batches()), batch_size=None))
     return found
 

@@ -5,6 +5,7 @@ import pickle
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -137,6 +138,7 @@ class FolderSaver:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
 
@@ -169,12 +171,12 @@ class FolderSaver:
             write(state)
             return
         # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way = [self._executor.submit(write, tree_map_only(Tensor, on_host, state))]
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call a function after the current save succeeds; at once if there is none."""
-        if self._executor is None:
+        if self._executor is None or not self._under_way:
             action()
             return
         save = self._under_way[0]
@@ -183,9 +185,7 @@ class FolderSaver:
     def wait(self) -> None:
         """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed."""
         under_way, self._under_way = self._under_way, []
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown()
+        futures.wait(under_way)
         for done in under_way:
             done.result()
 
