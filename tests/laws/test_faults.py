@@ -220,8 +220,8 @@ def test_ctrl_c_twice_in_a_terminal(tmp_path: Path) -> None:
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(script.pid, signal.SIGINT)
-    # Lightning's; or the second one's own, when it comes before or after Lightning's ignoring it; or a kill by Lightning's
-    # observer of the other ranks, which looks every five seconds and ends rank 0 if rank 1 has ended.
+    # Lightning's; or the second one's own, when it comes before or after Lightning's ignoring it; or a kill: every five
+    # seconds Lightning's observer of the other ranks ends rank 0 if rank 1 has ended.
     assert script.wait(timeout=300) in (1, -signal.SIGINT, -signal.SIGKILL)
     assert "Detected KeyboardInterrupt" in (tmp_path / "log").read_text()
     assert _is_gone(script.pid)
