@@ -1,5 +1,6 @@
 """A training begins from its deltas alone: what was sent is there bit for bit, and the log names what is not."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_overlap.deltas import FileName, parse_names, read_header
 
 from ..support.cases import ADAGRAD, ROWWISE_ADAGRAD, Case, TableSpec
-from ..support.ranks import Ranks, free_port
+from ..support.ranks import ROOT, Ranks, free_port
 from .delta_fits import Windows, stragglers
 from .histories import updated
 from .restores import error_and_words, error_of, error_where_rank_1_cannot_read, train, validate
@@ -78,6 +79,7 @@ def expected_states(sent: dict[str, Tensor], before: Sequence[str], then: Sequen
 
 
 @few(max_examples=8)
+@example("fused_sparse_dist", (2, 3), (["table_wise", "row_wise"], ["row_wise", "row_wise"]), "adagrad", (1, 1), 2)
 @example("semi_sync_deferred", (2, 1), (["column_wise", "row_wise"], ["row_wise", "table_wise"]), "rowwise", (1, 1), 0)
 @given(
     pipeline=st.sampled_from(["fused_sparse_dist", "semi_sync_deferred", "async_lookup"]),
@@ -218,6 +220,17 @@ def test_a_sink_that_does_not_fit_is_an_error_on_every_rank(two_ranks: Ranks, tm
     assert one == other
     assert words in one
     assert f"deltas://{tmp_path}" in one
+
+
+def test_a_relative_address_begins_at_the_working_directory(get_ranks: GetRanks, tmp_path: Path) -> None:
+    relative = os.path.relpath(tmp_path, ROOT)
+    for error in get_ranks(3).run(error_of, MIXED, ckpt_path=f"deltas://{relative}/none"):
+        assert f"ValueError: ckpt_path='deltas://{relative}/none' has no files" in error
+        assert f"{str(tmp_path / 'none')!r} is no folder here" in error
+    sent = get_ranks(2).run(train, MIXED, send_to=str(tmp_path))
+    begun = get_ranks(3).run(train, MIXED, ckpt_path=f"deltas://{relative}", max_epochs=2)
+    then_was, now_is = whole(one.last.tables for one in sent), whole(one.first.tables for one in begun)
+    torch.testing.assert_close(now_is, then_was, rtol=0, atol=0)
 
 
 def test_a_sink_that_one_rank_cannot_read_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
 from lightning_overlap.deltas.files.chain import Chain
+from lightning_overlap.deltas.restoring import shard_tables
 from lightning_overlap.dense.graph import Uses
 from lightning_overlap.dense.split_layers import SplitLayers
 from lightning_overlap.distributed.packed_alltoall import PackedExchange
@@ -536,6 +537,20 @@ def _any_cut(patch: pytest.MonkeyPatch) -> None:
             return following(self, at)
 
     patch.setattr(Chain, "_following", following_any)
+
+
+@breaks(
+    13,
+    "a training that begins from deltas writes rows one further in its shard",
+    "deltas/test_restoring.py::test_an_evaluation_gets_tables_and_dense_part",
+)
+def _rows_one_further(patch: pytest.MonkeyPatch) -> None:
+    write = shard_tables.write_rows
+
+    def write_further(table: torch.Tensor, rows_N: torch.Tensor, *rest: Any) -> None:
+        write(table, (rows_N + 1) % len(table), *rest)
+
+    patch.setattr(shard_tables, "write_rows", write_further)
 
 
 # Law 14: a loss that is not finite trains nothing.

@@ -1,5 +1,6 @@
 """Make Lightning's checkpoint from the newest whole cut in a sink; say what it lacks."""
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -83,7 +84,10 @@ def read_deltas(address: str, trainer: Trainer) -> dict[str, Any]:
 
     names = gather_objects(on_all_ranks(list_files), group)[0]
     if not names:
-        raise ValueError(f"ckpt_path={shown!r} has no files of embedding deltas.")
+        raise ValueError(
+            f"ckpt_path={shown!r} has no files of embedding deltas{_where(address)}. Pass the address that "
+            "EmbeddingDeltas had, after deltas://."
+        )
     tables = on_all_ranks(partial(read, names))
     header = tables.header
     assert header is not None
@@ -115,6 +119,14 @@ def read_deltas(address: str, trainer: Trainer) -> dict[str, Any]:
         "optimizer_states": [],
         "lr_schedulers": [],
     }
+
+
+def _where(address: str) -> str:
+    """Return where a local folder was looked for, as an end of a sentence: a relative path depends on the process."""
+    if "://" in address or "::" in address:
+        return ""
+    path = os.path.abspath(address)
+    return f": {path!r} " + ("is an empty folder or has other files" if os.path.isdir(path) else "is no folder here")
 
 
 def _what_is_there(shown: str, header: Header, tables: ShardTables, without_state: set[str], trainer: Trainer) -> str:
