@@ -67,7 +67,7 @@ test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
 test:
 	@$(MAKE) --no-print-directory -j4 $(INSTALLED) $(DOCS) redis-server s3-server
 	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
-	$(THREADS) $(PYTEST) --numprocesses=3 --dist=loadfile; tests=$$?; \
+	$(THREADS) $(PYTEST) --numprocesses=3 --dist=loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
 	exit $$tests
 
@@ -75,7 +75,7 @@ check: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 lint quick
 
 quick: $(INSTALLED)
-	$(THREADS) $(PYTEST) --numprocesses=2 --dist=loadfile -m "not ranks and not slow and not gpu"
+	$(THREADS) $(PYTEST) --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m "not ranks and not slow and not gpu"
 
 # With the packages of the machine, which may be other versions: nothing is installed.
 gpu:

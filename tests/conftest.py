@@ -101,6 +101,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr in ("gpu", "gpu_first") and folder not in ("tests", "gpu") else None
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has put tests with the same parameters together
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: a long one that begins last keeps one worker busy, and no other."""
+    seconds: dict[Path, float] = {}
+    for item in items:
+        seconds[item.path] = seconds.get(item.path, 0.0) + seconds_of(item)
+    items.sort(key=lambda item: (-seconds[item.path], str(item.path)))
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """Return about how long a test takes, as far as its marks tell."""
+    if item.get_closest_marker("skip"):
+        return 0.0
+    if item.get_closest_marker("slow"):
+        timeout = item.get_closest_marker("timeout")
+        assert timeout is not None
+        return float(timeout.args[0]) / 10
+    return 1.0 if item.get_closest_marker("ranks") else 0.1
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a test that has rank processes; give programs time for their imports; skip `gpu` tests without a device."""
     if "get_ranks" in getattr(item, "fixturenames", ()):
