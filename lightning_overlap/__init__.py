@@ -13,6 +13,7 @@ from .schedules import StreamName as StreamName
 versions.check_needed()
 try:
     versions.check_installed()
+    from .balance import Balance as Balance
     from .callbacks import ExponentialMovingAverage as ExponentialMovingAverage
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .callbacks import OverlapTimeline as OverlapTimeline

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from .. import profiling
+from ..balance import Balanced
 from ..plugin import logged_step
 from ..profiling import Breakdown, HostSync, report
 from ..schedules import Schedule
@@ -32,7 +33,8 @@ class OverlapMonitor(Callback):
     autograd's order) does not count. The steps that an `OverlapTimeline` draws are also measured. Measuring makes no
     host-device syncs. Bytes that a stage sends to other ranks are counted, and those that `quantized_comms` saves, but
     not those of DistributedDataParallel. The values go to every logger and, as `hidden`, to the progress bar; in a
-    stale mode also the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`). The end of `fit`
+    stale mode also the share of looked-up rows with a pending update (`overlap/stale_rows/<table>`), and with `balance`
+    the ranks' costs before and after (`overlap/cost_before/rank_0`, `overlap/heaviest_after`). The end of `fit`
     prints a table and a line of advice.
 
     Args:
@@ -68,7 +70,8 @@ class OverlapMonitor(Callback):
         self._recording: Recording | None = None
         self._wanted: set[int] = set()  # numbers of the steps to measure
         self._timelines: list[OverlapTimeline] = []
-        self._pending: list[tuple[Recording, int, int, int]] = []  # and step, step of the loggers, batches in flight
+        # Recordings with step, step of the loggers, batches in flight, and what balancing did to the batch.
+        self._pending: list[tuple[Recording, int, int, int, Balanced | None]] = []
         self._audit: ExitStack | None = None
 
     @property
@@ -103,7 +106,9 @@ class OverlapMonitor(Callback):
             self._recording.step(number)
             # `pipeline="auto"` changes the mode; skip a step that began in another mode.
             if number in self._wanted and self._strategy.schedule is self._recording.schedule:
-                self._pending.append((self._recording, number, logged_step(trainer), self._strategy.num_in_flight))
+                strategy = self._strategy
+                at_step = logged_step(trainer), strategy.num_in_flight, strategy.balanced
+                self._pending.append((self._recording, number, *at_step))
         if self._recording is None and number >= self._next and not self._audit_is_due:
             self._want(pl_module, [number + NUM_WATCHED])
         for timeline in self._timelines:
@@ -131,12 +136,14 @@ class OverlapMonitor(Callback):
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
         """Log the measurements and counts of stale rows that can be read without waiting."""
         while self._pending and self._pending[0][0].recorder.over:
-            recording, number, step, num_in_flight = self._pending.pop(0)
+            recording, number, step, num_in_flight, balanced = self._pending.pop(0)
             spans, mode = recording.recorder.spans(), recording.schedule
             result = profiling.break_down(spans, recording.window(number), overlapped=profiling.overlapped_by(mode))
             self._measured[mode] = [*self._measured.pop(mode, ()), result]
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(num_in_flight)
+            if balanced is not None:
+                values |= {f"overlap/{name}": value for name, value in _costs(balanced).items()}
             if self.syncs is not None:
                 values["overlap/host_syncs"] = float(len(self.syncs))
             _log(trainer, values, step)
@@ -219,6 +226,15 @@ class OverlapMonitor(Callback):
         mode = strategy.schedule if strategy.schedule in num else next(reversed(num))
         of_mode = [means[mode] for means in ranks]
         print(report.closing_table(of_mode, num, mode, strategy.stream, lines, self.stale_rows), flush=True)
+
+
+def _costs(balanced: Balanced) -> dict[str, float]:
+    """Return the cost of each rank before and after balancing, and the heaviest one's as a multiple of the mean."""
+    values = {"balance_bytes": float(balanced.num_bytes)}
+    for when, costs in (("before", balanced.before), ("after", balanced.after)):
+        values |= {f"cost_{when}/rank_{rank}": cost for rank, cost in enumerate(costs)}
+        values[f"heaviest_{when}"] = max(costs) / mean if (mean := fmean(costs)) else 1.0
+    return values
 
 
 def _log(trainer: Trainer, values: Mapping[str, float], step: int) -> None:

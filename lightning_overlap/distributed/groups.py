@@ -26,14 +26,17 @@ class Groups:
     lookahead: dist.ProcessGroup | None = None  # the input dist of coming batches
     consensus: Consensus | None = None  # messages between ranks at every step, on the host
     checkpoints: dist.ProcessGroup | None = None  # saving, on the host: apart, as it may run in a thread
+    samples: dist.ProcessGroup | None = None  # balancing batches, on the host and in a thread; None unless asked for
 
 
 CONSENSUS = "consensus"  # name of its group
-_made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
+_made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, bool, int], Groups] = {}
 
 
-def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
+def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False) -> Groups:
     """Return the groups of this process, which its runs share; every rank calls this after a barrier.
+
+    With `balances` there is one for samples.
 
     After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
     once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
@@ -47,11 +50,12 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     # Rank 0's reading counts: if a rank joins first and fails at once, a slower rank would wait for new groups alone.
     num_failures = [store.add(FAILED, 0)]
     dist.broadcast_object_list(num_failures, src=0)
-    key = (world, backend, timeout, multi_node, num_failures[0])
+    key = (world, backend, timeout, multi_node, balances, num_failures[0])
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
             del _made[other]
-        of_tables = gloo_alltoall.register() if backend == "gloo" and multi_node else backend
+        on_host = gloo_alltoall.register() if multi_node else "gloo"
+        of_tables = on_host if backend == "gloo" else backend
         make = partial(dist.new_group, timeout=timeout)
         with remember_sockets():
             _made[key] = Groups(
@@ -59,6 +63,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
                 checkpoints=make(backend="gloo", group_desc="checkpoints"),
                 tables=make(backend=of_tables, group_desc="tables"),
                 lookahead=make(backend=of_tables, group_desc="lookahead"),
+                samples=make(backend=on_host, group_desc="samples") if balances else None,
             )
     return _made[key]
 

@@ -56,5 +56,10 @@ def tell(text: str) -> None:
     logging.getLogger(LOGGER).info(text)
 
 
+def warn(text: str) -> None:
+    """Log a warning of this package."""
+    logging.getLogger(LOGGER).warning(text)
+
+
 def tell_nobody(text: str) -> None:
     """Take the place of `tell` on other ranks; a copy of the strategy can be pickled with it."""

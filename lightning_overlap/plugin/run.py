@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 
+from ..balance import Balance, Balancer
 from ..checkpoint import Increments, Piece
 from ..compat.lightning import Strategy
 from ..dense import SplitLayers
@@ -79,6 +80,7 @@ class Run:
         self.fit: Fit | None = None  # None until the tables are sharded, and in another run than a fit
         self.evaluation: Evaluation | None = None  # the current one
         self.pipelines: dict[str, SparsePipeline] = {}  # of evaluations, by the user's method (`validation_step`, ...)
+        self.balancer: Balancer | None = None  # on several ranks, with the option `balance`
 
     def abandon_evaluation(self) -> None:
         """Drop an evaluation's work in flight, without a collective."""
@@ -110,6 +112,7 @@ class WeightAverages(Protocol):
 class HasRun(Strategy):
     """Base of the strategy's other base classes: state that several of them need, and exchanges between ranks."""
 
+    balance: Balance | None = None  # the strategy's option
     averages: WeightAverages | None = None  # of a callback, which sets it before this strategy's set-up
     _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
@@ -206,6 +209,11 @@ class HasRun(Strategy):
         if self._walker is not None:
             self._walker.updates.make_all()
 
+    def settle_exchanges(self) -> None:
+        """Wait until the ranks have exchanged the samples of the batches that were taken; all ranks call this."""
+        if self._run is not None and self._run.balancer is not None:
+            self._run.balancer.settle()
+
     def settle_save(self) -> None:
         """Wait until the rows of an incremental checkpoint are copied, so that it can be completed."""
         if self._fit is not None and self._fit.increments is not None:
@@ -282,7 +290,8 @@ class HasRun(Strategy):
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
-        self._groups = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
+        balances, multi_node = self.balance is not None, self.world_size > self.num_processes
+        self._groups = groups.join(self._group_timeout, multi_node=multi_node, balances=balances)
         self.checkpoint_group, self._consensus = self._groups.checkpoints, self._groups.consensus
 
     def gather(self, value: Any) -> list[Any]:

@@ -158,6 +158,7 @@ class WalksSteps(HasRun):
         super().on_train_end()
         if self._fit is not None:
             self._fit.finish()
+        self.settle_exchanges()
 
     @property
     def _automatic(self) -> bool:

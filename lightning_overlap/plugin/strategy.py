@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from .. import checkpoint as checkpoints
 from .. import tables
+from ..balance import Balance, Balanced, Balancer, check_balance
 from ..compat import lightning as compat
 from ..compat.torch import ignore_in_ddp
-from ..distributed import default_store
+from ..distributed import default_store, warn_on_rank_zero
 from ..runtime import BatchSource, Observer, Streams, Telemetry, Walker, make_streams
 from ..schedules import (
     Mode,
@@ -105,6 +106,9 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         nonfinite: What to do about a loss that is not finite on some rank: "skip" (its backward trains nothing: tables,
             dense weights and optimizer states of all ranks stay as they are), "error" (a RuntimeError on all ranks,
             with the same state) or None (it trains). Before each backward the ranks then exchange a flag.
+        balance: A `Balance`, whose function gives the cost of each sample: before a batch is copied to the device, the
+            ranks exchange its samples so that their costs are alike, while earlier batches train. None: each rank
+            trains the batches of its data loader.
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, which the unsharded module can load), `incremental` (folders that have the rows which changed,
@@ -139,6 +143,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         max_queued_steps: int | None = 2,
         out_of_range_ids: OutOfRangeIds = "error",
         nonfinite: Nonfinite = None,
+        balance: Balance | None = None,
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
@@ -159,6 +164,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         _check_queued_steps(max_queued_steps)
         check_known("choice", out_of_range_ids, get_args(OutOfRangeIds), "out_of_range_ids: ")
         check_nonfinite(nonfinite)
+        check_balance(balance)
         checkpoints.check_format(checkpoint_format, async_checkpoint, most_increments)
         if not (observer is None or callable(observer)):
             raise TypeError(f"observer is called with (kind, stage, batch), got {observer!r}.")
@@ -174,7 +180,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self.quantized_comms = comms
         self._release_features, self._copy_in_place = release_features, copy_in_place
         self._max_queued_steps, self._out_of_range_ids = max_queued_steps, out_of_range_ids
-        self.nonfinite = nonfinite
+        self.nonfinite, self.balance = nonfinite, balance
         self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
         self.most_increments = most_increments
         self._observer, self._calm_libraries = observer, calm_libraries
@@ -207,6 +213,10 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self._check_collections(self.model)
         if tables.has_tables(self.model):
             self._begin_run(trainer, self.model, fits)
+        elif self.balance is not None:
+            warn_on_rank_zero(
+                "balance has no effect: the module has no TorchRec tables, so it trains as with DDPStrategy."
+            )
         super().setup(trainer)
         if fits and self.nonfinite is not None:
             consensus = None if self._run is None else self._consensus
@@ -239,6 +249,10 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self.join_groups()
         self.compare_reads()
         self._run = Run(trainer)
+        samples = None if self._groups is None else self._groups.samples
+        if self.balance is not None and samples is not None:
+            self._run.balancer = Balancer(self.balance, samples, first_words.warn)
+            self._run.undo.callback(self._run.balancer.close)
         check_names("lightning", compat.PRIVATE_NAMES, {"Trainer": trainer})  # `owners` reads its names
         check_names("lightning", compat.PRIVATE_NAMES, compat.owners(trainer))
         undo = self._run.undo
@@ -381,7 +395,10 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         """Return a fetcher that stages the batches of `inner` ahead; `next_number` gives a fit's next `batch_idx`."""
         assert self._run is not None
         trains, sends_sizes = next_number is not None, self.schedule.has_sparse_stages
-        stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes)
+        balancer, fn = self._run.balancer, self._run.trainer.state.fn
+        if balancer is not None and not trains and not (balancer.options.evaluation and fn != TrainerFn.PREDICTING):
+            balancer = None
+        stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes, balancer=balancer)
         return LookaheadFetcher(stream, step_arguments, self.begin_stage, next_number)
 
     def make_walker(self, stream: BatchStream) -> Walker:
@@ -447,9 +464,16 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         assert run is not None
         if run.evaluation is not None and run.evaluation.walker is not None:
             run.evaluation.walker.drain()
+        self.settle_exchanges()
         run.abandon_evaluation()
         if (walker := self._walker) is not None:
             walker.writes.poll_next()  # before the next training batch: the evaluation may have written tables
+
+    @property
+    def balanced(self) -> Balanced | None:
+        """What `balance` did to the batch that is being trained; None if it stayed as it was, and between batches."""
+        current = None if self._walker is None else self._walker.batches.current
+        return None if current is None else current.balanced
 
     def stale_rows(self) -> StaleRows | None:
         """Return a counter of the rows that this fit reads stale; None in exact modes, and without fused tables."""

@@ -36,6 +36,7 @@ class FetchedBatch(NamedTuple):
     latest_none: int = -1  # number in its data loader of the last None batch before it in the epoch; -1: none
     loader_states: Any = None  # states of the data loaders after it, for checkpoints
     rates: Rates = NO_RATES  # when it was fetched
+    balanced: Any = None  # what balancing across ranks did to it
 
 
 @dataclass(slots=True)
@@ -47,12 +48,13 @@ class Flight:
     """
 
     index: int  # number of batches fetched earlier in the epoch
-    batch: Any  # the same object that `training_step` gets; these six fields are those of `FetchedBatch`
+    batch: Any  # the same object that `training_step` gets; these seven fields are those of `FetchedBatch`
     batch_idx: int = 0
     dataloader_idx: int = 0
     latest_none: int = -1
     loader_states: Any = None
     rates: Rates = NO_RATES
+    balanced: Any = None
     issued: dict[Stage, Made] = field(default_factory=dict)  # by issued stage, what it makes, for other streams
     defers_update: bool = False  # whether its backward leaves its update to a later row; set at its lookup
     ran_unpipelined: bool = False  # whether a module ran its own forward for it, and no backward has followed yet

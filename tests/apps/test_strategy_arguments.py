@@ -24,7 +24,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingPlan
 
-from lightning_overlap import Mode, OverlapEmbeddingStrategy, Schedule
+from lightning_overlap import Balance, Mode, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.apps import build, config_checks
 from lightning_overlap.tables import check_fused_optimizer
 from lightning_overlap.tuning import Auto
@@ -39,6 +39,9 @@ STEPS = ", ".join(
 )
 COMM_TYPE = "{_target_: torchrec.distributed.fbgemm_qcomm_codec.CommType, value: fp16}"
 TOPOLOGY = "{class_path: torchrec.distributed.planner.Topology, init_args: {world_size: 2, compute_device: cpu}}"
+COST, SPLIT, JOIN = (
+    f"{{_target_: hydra.utils.get_method, path: {__name__}.{name}}}" for name in ("cost", "split", "join")
+)
 HOOK = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
 
 
@@ -58,6 +61,17 @@ def planner() -> EmbeddingShardingPlanner:
 
 
 def observe(kind: str, stage: Any, batch: int) -> None: ...
+
+
+def cost(batch: Any) -> Any: ...
+
+
+def split(batch: Any) -> list[Any]:
+    return [batch]
+
+
+def join(samples: list[Any]) -> Any:
+    return samples[0]
 
 
 def mode_form(name: str, value: Any, of_mode: str) -> Form:
@@ -149,6 +163,20 @@ FORMS: dict[str, list[Form]] = {
     "max_queued_steps": [Form(3, "3"), Form(1, "1"), Form(None, "null")],
     "out_of_range_ids": [Form(name, name) for name in ("error", "warning", "fbgemm")],
     "nonfinite": [Form("skip", "skip"), Form("error", "error"), Form(None, "null")],
+    "balance": [
+        Form(None, "null"),
+        Form(
+            Balance(cost),
+            f"{{class_path: lightning_overlap.Balance, init_args: {{cost: {__name__}.cost}}}}",
+            f"{{_target_: lightning_overlap.Balance, cost: {COST}}}",
+        ),
+        Form(
+            Balance(cost, split=split, join=join, evaluation=True),
+            f"{{class_path: lightning_overlap.Balance, init_args: {{cost: {__name__}.cost, split: {__name__}.split, "
+            f"join: {__name__}.join, evaluation: true}}}}",
+            f"{{_target_: lightning_overlap.Balance, cost: {COST}, split: {SPLIT}, join: {JOIN}, evaluation: true}}",
+        ),
+    ],
     "observer": [
         Form(None, "null"),
         Form(observe, f"{__name__}.observe", f"{{_target_: hydra.utils.get_method, path: {__name__}.observe}}"),
@@ -192,7 +220,7 @@ def comparable(value: Any) -> Any:
         return {name: comparable(one) for name, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [comparable(one) for one in value]
-    plain = (str, int, float, type, type(None), timedelta, Enum, Mode, Auto, Schedule, QCommsConfig)
+    plain = (str, int, float, type, type(None), timedelta, Enum, Mode, Auto, Schedule, QCommsConfig, Balance)
     return value if isinstance(value, plain) or inspect.isroutine(value) else type(value)
 
 

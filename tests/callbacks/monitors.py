@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_overlap import MODES, OverlapMonitor, OverlapTimeline
+from lightning_overlap import MODES, Balance, OverlapMonitor, OverlapTimeline
 from lightning_overlap.profiling.overlap import Breakdown, break_down, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
@@ -66,13 +66,16 @@ def run(
     *callbacks: Callback,
     model: type[Model] = Model,
     data: type[Batches] = Batches,
+    balance: Balance | None = None,
     num_steps: int = NUM_STEPS,
     **options: Any,
 ) -> dict[str, Any]:
     """Train under monitors and timelines, or none; return what they leave behind."""
     module, logger, printed = model(case), Kept(), io.StringIO()
     with warnings.catch_warnings(record=True, action="always") as caught, contextlib.redirect_stdout(printed):
-        trainer = make_trainer(make_strategy(module, pipeline), callbacks=list(callbacks), logger=logger, **options)
+        trainer = make_trainer(
+            make_strategy(module, pipeline, balance=balance), callbacks=list(callbacks), logger=logger, **options
+        )
         trainer.fit(module, datamodule=data(case, num_steps))
     monitor = next((one for one in callbacks if isinstance(one, OverlapMonitor)), OverlapMonitor())
     patched = {function.__module__ for function in (dist.all_to_all_single, dist.all_reduce)}

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, Schedule, Stage
+from lightning_overlap import MODES, Balance, OverlapEmbeddingStrategy, OverlapMonitor, Schedule, Stage
 from lightning_overlap.profiling import Category, mean
 
+from ..balance.balanced import num_ids
 from ..support.cases import TABLE_WISE, ReadsItsLoss
 from . import monitors
 
@@ -132,3 +133,19 @@ def test_a_validation_inside_a_measured_step_is_not_measured(two_ranks: Any) -> 
 def test_a_measurement_needs_steps_of_its_own(every: int) -> None:
     with pytest.raises(ValueError, match=f"more than 2, .* got {every}"):
         OverlapMonitor(every_n_steps=every)
+
+
+def test_the_costs_of_the_ranks_before_and_after_balancing(two_ranks: Any) -> None:
+    first, second = two_ranks.run(monitors.run, TABLE_WISE, "fused_sparse_dist", MONITOR, balance=Balance(num_ids))
+    for values, others in zip(first["logged"].values(), second["logged"].values(), strict=True):
+        before, after = (
+            [values[f"overlap/cost_{when}/rank_{rank}"] for rank in (0, 1)] for when in ("before", "after")
+        )
+        assert sum(before) == sum(after) > 0
+        assert values["overlap/heaviest_before"] == pytest.approx(2 * max(before) / sum(before))
+        assert values["overlap/heaviest_after"] == pytest.approx(2 * max(after) / sum(after))
+        assert 1 <= values["overlap/heaviest_after"] < values["overlap/heaviest_before"]
+        assert values["overlap/balance_bytes"] > 16 * 4
+        assert {name: value for name, value in others.items() if "cost" in name} == {
+            name: value for name, value in values.items() if "cost" in name
+        }

@@ -16,7 +16,7 @@ FLOORS = (  # from the ground up; each file or folder imports from those on the 
     ("text", "versions", "compat"),
     ("schedules", "distributed", "data"),
     ("models", "runtime", "dense"),
-    ("profiling", "tables"),
+    ("profiling", "tables", "balance"),
     ("sparse", "tuning", "updated_rows"),
     ("checkpoint",),
     ("plugin",),
@@ -31,7 +31,7 @@ _NO_LIGHTNING = {"lightning", "pytorch_lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm", "fbgemm_gpu", *_NO_LIGHTNING}  # "fbgemm" is the file of `compat/`
 LEAVES_ALONE = {
     **dict.fromkeys(("distributed", "runtime", "dense", "profiling", "tuning"), _NO_TORCHREC),
-    **dict.fromkeys(("tables", "sparse", "updated_rows", "checkpoint"), _NO_LIGHTNING),
+    **dict.fromkeys(("balance", "tables", "sparse", "updated_rows", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }
 # Folders, and the only others that import them; rooms of `deltas/`, and those that each may import.

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_overlap.balance import balancer
+from lightning_overlap.balance.samples import _Jagged
 from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
 from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.deltas.restoring import shard_tables
@@ -24,6 +27,7 @@ from lightning_overlap.distributed.packed_alltoall import PackedExchange
 from lightning_overlap.plugin import strategy
 from lightning_overlap.plugin.learning_rates import LearningRates
 from lightning_overlap.plugin.loops import fit_loop, preemption, resume
+from lightning_overlap.plugin.loops.batch_stream import BatchStream
 from lightning_overlap.plugin.nonfinite import NonfiniteLosses
 from lightning_overlap.runtime.batch_memory import BatchMemory
 from lightning_overlap.runtime.batches import Batches
@@ -655,3 +659,47 @@ def _requeued_again(patch: pytest.MonkeyPatch) -> None:
 )
 def _ends_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(preemption, "finish", _nothing)
+
+
+# Law 17: balanced batches.
+
+
+@breaks(
+    17,
+    "a rank computes another assignment than the others",
+    "laws/test_balance.py::test_a_balanced_fit_equals_base_on_the_same_batches[base-table_wise]",
+)
+def _another_assignment(patch: pytest.MonkeyPatch) -> None:
+    assign = balancer.assign
+    patch.setattr(balancer, "assign", lambda costs: assign(costs)[:, :: 1 - 2 * dist.get_rank()])
+
+
+@breaks(
+    17,
+    "the values that a rank sends are in another order than their lengths",
+    "laws/test_balance.py::test_a_balanced_fit_equals_base_on_the_same_batches[base-table_wise]",
+)
+def _values_of_another(patch: pytest.MonkeyPatch) -> None:
+    pack = _Jagged.pack
+
+    def pack_shifted(self: _Jagged, places: Any) -> list[Any]:
+        parts = pack(self, places)
+        parts[1] = parts[1][::-1].copy()
+        return parts
+
+    patch.setattr(_Jagged, "pack", pack_shifted)
+
+
+@breaks(
+    17,
+    "a checkpoint has the loader's state after the batch whose samples are being exchanged",
+    "laws/test_balance.py::test_a_resumed_fit_equals_one_that_was_not_stopped",
+)
+def _state_of_the_next(patch: pytest.MonkeyPatch) -> None:
+    fetch = BatchStream.fetch
+
+    def fetch_later(self: BatchStream, index: int, timer: Any) -> Any:
+        fetched = fetch(self, index, timer)
+        return fetched and fetched._replace(loader_states=self.states)
+
+    patch.setattr(BatchStream, "fetch", fetch_later)

@@ -1,11 +1,13 @@
 """The stream of batches: it takes them from Lightning's fetcher and stages each for the walker."""
 
 from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from ...balance import Balancer, Exchange
 from ...compat.lightning import DataFetcher, batches_held, loader_states, transfer_batch
 from ...distributed import POLL_LAST
 from ...runtime import NOTHING, BatchMemory, FetchedBatch, Rates, StageTimer, allocates_batches
@@ -19,7 +21,16 @@ class BatchStream:
     """The batches of a fit or an evaluation, staged in the order of Lightning's fetcher: a `runtime.BatchSource`."""
 
     # With `sends_sizes` the ranks compare their None batches with each batch's sizes; otherwise by polls.
-    def __init__(self, inner: DataFetcher, trainer: Trainer, *, trains: bool, sends_sizes: bool) -> None:
+    # With a `balancer` the ranks exchange samples of each batch before it is staged, while earlier ones train.
+    def __init__(
+        self,
+        inner: DataFetcher,
+        trainer: Trainer,
+        *,
+        trains: bool,
+        sends_sizes: bool,
+        balancer: Balancer | None = None,
+    ) -> None:
         self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
         self._rates_now = trainer.strategy.learning_rates if trains else Rates  # type: ignore[attr-defined]
@@ -28,7 +39,11 @@ class BatchStream:
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
         self._buffered: deque[FetchedBatch] = deque()  # taken from the loader, not staged yet
         allocates = all(map(allocates_batches, inner.combined_loader.flattened))
-        self._memory = BatchMemory(trainer.strategy.root_device.type, allocates=allocates)
+        self._balancer = balancer
+        self._exchange: Future[Exchange | None] | None = None  # of the next batch to be staged, if it has begun
+        # To be balanced, batches have to stay valid on the host until later ones were taken.
+        held_on = trainer.strategy.root_device.type if balancer is None else "cpu"
+        self._memory = BatchMemory(held_on, allocates=allocates)
         self._own_those_of_inner()  # its iterator may be running
         self._iterated = False  # whether `iter(self.inner)` was called here
         self._took = False  # whether a batch was taken from its iterator
@@ -36,7 +51,11 @@ class BatchStream:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the batches that were fetched ahead."""
+        """Forget the batches that were fetched ahead; all ranks call this alike."""
+        if self._balancer is not None:
+            self._balancer.settle()
+        self._exchange = None
+        self._any_ended = False  # whether some rank has no further batch, in exchanges of samples
         self._buffered.clear()
         self.skipped.clear()
         self._index = -1  # of the batch fetched last
@@ -58,6 +77,16 @@ class BatchStream:
     def num_fetched(self) -> int:
         """Batches staged in this epoch."""
         return self._index + 1
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether this rank has taken a batch from the loader in this epoch."""
+        return self.num_fetched > 0 or bool(self._buffered)
+
+    @property
+    def is_without_batches(self) -> bool:
+        """Whether some rank has no batch in this epoch, as the ranks found when they balanced the first one."""
+        return self._any_ended and self.num_fetched == 0
 
     @property
     def num_batches(self) -> float:
@@ -100,7 +129,10 @@ class BatchStream:
             return None
         if index == 0:
             self._is_whole = self.inner.fetched == 0
-        fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index, timer)
+        if self._balancer is not None:
+            fetched = self._next_balanced(self._balancer, index, timer)
+        else:
+            fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index, timer)
         if fetched is None:
             return None
         self._index = index
@@ -108,7 +140,29 @@ class BatchStream:
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self.epoch.num_allowed:
                 self._buffer(ahead, timer)
+        if self._balancer is not None and index + 1 < self.epoch.num_allowed:
+            self._exchange = self._start_exchange(self._balancer, index + 1, timer)
         return fetched._replace(batch=staged, rates=self._rates_now())
+
+    def _next_balanced(self, balancer: Balancer, index: int, timer: StageTimer | None) -> FetchedBatch | None:
+        """Return batch `index` with the samples that this rank has got, or None if any rank lacks the batch."""
+        if self._any_ended:
+            return None
+        started, self._exchange = self._exchange, None
+        exchanged = (started or self._start_exchange(balancer, index, timer)).result()
+        if exchanged is None:
+            self._any_ended = True
+            return None
+        return self._buffered.popleft()._replace(batch=exchanged.batch, balanced=exchanged.balanced)
+
+    def _start_exchange(self, balancer: Balancer, index: int, timer: StageTimer | None) -> Future[Exchange | None]:
+        """Start the exchange of batch `index`, the next one to be staged; all ranks call this alike."""
+        if not self._buffered:
+            self._buffer(index, timer)
+        if not self._buffered:
+            return balancer.start(None, lacks=True, number=index)
+        own = self._buffered[0]
+        return balancer.start(own.batch, lacks=False, number=index, dataloader_idx=own.dataloader_idx)
 
     def _stage(self, fetched: FetchedBatch) -> Any:
         dataloader_idx = 0 if self.trains else fetched.dataloader_idx  # Lightning names loader 0 in training

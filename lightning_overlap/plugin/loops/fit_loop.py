@@ -18,6 +18,7 @@ from ...compat.lightning import (
     gives_batches,
     tell_sampler_epoch,
 )
+from ...distributed import warn_on_rank_zero
 from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
@@ -56,6 +57,8 @@ class _FitLoopMixin(FitLoop):
             )
             self.fetcher = fetcher
             self._end_together(fetcher.stream)
+        elif self.trainer.strategy.balance is not None:  # type: ignore[attr-defined]
+            warn_on_rank_zero("balance has no effect: training_step takes the data loader's iterator, not batches.")
 
     def _end_together(self, stream: BatchStream) -> None:
         """Set the epoch's length to the shortest rank's; all ranks call this, and ranks with more batches warn."""
@@ -252,7 +255,8 @@ class _EpochLoopMixin(EpochLoop):
         try:
             batch = fetcher.peek()
         except StopIteration:
-            if fetcher.walker.batches.num_batches == 0 and self.batch_progress.current.ready == 0:
+            is_empty = fetcher.walker.batches.num_batches == 0 or fetcher.stream.is_without_batches
+            if is_empty and self.batch_progress.current.ready == 0:
                 self._name_ranks_without_batches(fetcher.stream)
             raise
         if (told := fetcher.walker.batches.told_to_stop) is not None:
@@ -261,7 +265,9 @@ class _EpochLoopMixin(EpochLoop):
 
     def _name_ranks_without_batches(self, stream: BatchStream) -> None:
         """Raise if no rank trains because some have no batch, or warn if batches were trained before; on all ranks."""
-        has_batches: list[bool] = self.trainer.strategy.gather(stream.num_fetched > 0)
+        has_batches: list[bool] = self.trainer.strategy.gather(stream.has_batches)
+        if not any(has_batches):
+            return
         message = without_batches(has_batches, self.trainer.current_epoch)
         if self.batch_progress.total.ready == 0 and not allows_empty_loaders(self.trainer):
             raise RuntimeError(f"{message} Give every rank a batch, or fewer ranks to the Trainer.")

@@ -1,0 +1,219 @@
+"""Fits with balanced batches, and fits that are given the same batches. Functions that ranks run."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import Balance
+from lightning_overlap.balance import Balanced, assign
+
+from ..checkpoint.resumes import StatefulSized
+from ..support.cases import NUM_STEPS, TABLE_WISE, Batch, Batches, Case, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
+from ..support.reference import Result, collect
+
+LOG = "lightning.pytorch.lightning_overlap"
+
+
+def num_ids(batch: Batch) -> Tensor:
+    """Return the square of each sample's number of ids."""
+    kjt = batch.inputs["sparse"][0]
+    return kjt.lengths().view(len(kjt.keys()), -1).sum(0).double() ** 2
+
+
+def assigned(case: Case, index: int, rank: int) -> Batch:
+    """Return the batch that a rank trains by the same assignment, put together sample by sample."""
+    of_ranks = [make_batch(case, index, other) for other in range(dist.get_world_size())]
+    owners = assign(np.stack([num_ids(batch).numpy() for batch in of_ranks]))
+    assert (owners != np.arange(len(owners))[:, None]).any(), "no sample of this batch goes to another rank"
+    chosen = [(of_ranks[source], place) for source, place in np.argwhere(owners == rank).tolist()]
+    keys = of_ranks[0].inputs["sparse"][0].keys()
+    values, weights, lengths = [], [], []
+    for key in keys:
+        for batch, place in chosen:
+            one = batch.inputs["sparse"][0][key]
+            begin, end = one.offsets()[place : place + 2].tolist()
+            values.append(one.values()[begin:end])
+            weights.append(one.weights()[begin:end] if case.weighted else torch.empty(0))
+            lengths.append(end - begin)
+    kjt = KeyedJaggedTensor(
+        keys, torch.cat(values), torch.cat(weights) if case.weighted else None, lengths=torch.tensor(lengths)
+    )
+    dense = torch.stack([batch.dense[place] for batch, place in chosen])
+    labels = torch.stack([batch.labels[place] for batch, place in chosen])
+    return Batch(dense, {"sparse": (kjt, index)}, labels)
+
+
+class _Stream(IterableDataset):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+
+
+class Data(Batches):
+    """So many batches of each rank, with a length or without, or from a loader with a state; these of them None."""
+
+    def __init__(
+        self,
+        case: Case,
+        make: Callable[..., Batch],
+        lengths: tuple[int, ...],
+        *,
+        sized: bool = True,
+        stateful: bool = False,
+        nones: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(case)
+        self.make, self.lengths, self.nones = make, lengths, nones  # type: ignore[method-assign]
+        self.sized, self.stateful = sized, stateful
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        length = self.lengths[rank % len(self.lengths)]
+        if self.stateful:
+            return StatefulSized(self.case, length, rank)
+        batches = [None if index in self.nones else self.make(self.case, index, rank) for index in range(length)]
+        return DataLoader(batches if self.sized else _Stream(batches), batch_size=None)  # type: ignore[arg-type]
+
+
+class _Watch(Callback):
+    """Keeps what balancing did to each batch; saves after a batch."""
+
+    def __init__(self, save_after: int | None, path: Path | None) -> None:
+        self.balanced: list[Balanced | None] = []
+        self._save_after, self._path = save_after, path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.balanced.append(trainer.strategy.balanced)  # type: ignore[attr-defined]
+        if len(self.balanced) == self._save_after:
+            trainer.save_checkpoint(self._path)  # type: ignore[arg-type]
+
+
+def fit(
+    case: Case,
+    pipeline: str,
+    *,
+    balances: bool = True,
+    lengths: tuple[int, ...] = (NUM_STEPS,),
+    data: dict[str, Any] | None = None,
+    save_after: int | None = None,
+    path: Path | None = None,
+    ckpt_path: Path | None = None,
+    **kwargs: Any,
+) -> tuple[Result, list[Balanced | None]]:
+    """Train batches that are balanced on their way, or with `balances=False` those that were balanced before."""
+    model, watch = Model(case), _Watch(save_after, path)
+    strategy = make_strategy(model, pipeline, balance=Balance(num_ids) if balances else None)
+    trainer = make_trainer(strategy, callbacks=[watch], num_sanity_val_steps=0, **kwargs)
+    module = Data(case, make_batch if balances else assigned, lengths, **(data or {}))
+    with warnings.catch_warnings():
+        for message in ("another rank", "train_dataloader yielded None", "accumulates dense gradients only"):
+            warnings.filterwarnings("ignore", message=f".*{message}")
+        trainer.fit(model, datamodule=module, ckpt_path=ckpt_path)
+    return collect(model, trainer.optimizers[0], model.losses), watch.balanced
+
+
+def fit_unbalanced(case: Case) -> Result:
+    """Train the batches of the data loaders as they are."""
+    model = Model(case)
+    trainer = make_trainer(make_strategy(model, "base"))
+    trainer.fit(model, datamodule=Batches(case))
+    return collect(model, trainer.optimizers[0], model.losses)
+
+
+Cost = Callable[[Batch], Any]
+
+
+def errors(cases: dict[str, tuple[Cost, Callable[[Batch, int, int], Any], Any]]) -> dict[str, str]:
+    """Fit each: a cost function, what is made of a batch (given its index and the rank), and options of `Balance`."""
+    found = {}
+    for name, (cost, change, options) in cases.items():
+
+        def make(case: Case, index: int, rank: int, change: Any = change) -> Any:
+            return change(make_batch(case, index, rank), index, rank)
+
+        model = Model(TABLE_WISE)
+        trainer = make_trainer(make_strategy(model, balance=Balance(cost, **options)))
+        try:
+            trainer.fit(model, datamodule=Data(TABLE_WISE, make, (6,)))
+            found[name] = f"trained {len(model.losses)}"
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def fit_unequal(numbers: tuple[int, int]) -> tuple[list[str], list[str], list[Balanced | None]]:
+    """Train batches of so many samples by rank; return the differences from a fit without balancing, and the log."""
+
+    def make(case: Case, index: int, rank: int) -> Batch:
+        return make_batch(case, index, rank, numbers[rank])
+
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger(LOG)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    results, watch = [], _Watch(None, None)
+    try:
+        for balance in (None, Balance(num_ids)):
+            model, watch = Model(TABLE_WISE), _Watch(None, None)
+            trainer = make_trainer(make_strategy(model, balance=balance), callbacks=[watch])
+            trainer.fit(model, datamodule=Data(TABLE_WISE, make, (6,)))
+            results.append(collect(model, trainer.optimizers[0], model.losses))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    return results[0].differences(results[1]), [text for text in said if "balance:" in text], watch.balanced
+
+
+class Evaluates(Model):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.seen: list[tuple[float, int]] = []
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.embeddings("ebc", batch)
+        self.seen.append((float(num_ids(batch).sum()), dataloader_idx))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.validation_step(batch, batch_idx)
+        return batch.labels
+
+
+class EvaluationData(Batches):
+    """Two loaders for validations and tests."""
+
+    def val_dataloader(self) -> list[DataLoader]:
+        return [self.loader_of(range(100, 103)), self.loader_of(range(200, 202))]
+
+    test_dataloader = val_dataloader
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.loader_of(range(100, 103))
+
+
+def evaluate(evaluation: bool) -> dict[str, list[tuple[float, int]]]:
+    """Return each evaluation's batches: the costs of this rank, and the loader."""
+    found = {}
+    model = Evaluates(TABLE_WISE)
+    strategy = make_strategy(model, balance=Balance(num_ids, evaluation=evaluation))
+    trainer = make_trainer(strategy, num_sanity_val_steps=0, val_check_interval=2)
+    for name in ("fit", "validate", "test", "predict"):
+        model.seen.clear()
+        getattr(trainer, name)(model, datamodule=EvaluationData(TABLE_WISE, 4))
+        found[name] = list(model.seen)
+    return found

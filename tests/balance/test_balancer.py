@@ -1,0 +1,147 @@
+"""What balancing refuses: on all ranks alike, with what is wrong and what to do, and nothing hangs."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_overlap import Balance, OverlapEmbeddingStrategy
+
+from ..support.ranks import Ranks
+from . import balanced
+from .balanced import num_ids
+
+
+def _same(batch: Any, index: int, rank: int) -> Any:
+    return batch
+
+
+class _Odd:
+    __slots__ = ()
+
+
+def _too_few(batch: Any) -> Any:
+    return num_ids(batch)[:-1]
+
+
+def _nan(batch: Any) -> Any:
+    costs = num_ids(batch)
+    costs[3] = float("nan")
+    return costs
+
+
+def _negative(batch: Any) -> Any:
+    return -1 - num_ids(batch)
+
+
+def _flat(batch: Any) -> Any:
+    return num_ids(batch)[None]
+
+
+def _text(batch: Any) -> Any:
+    return "much"
+
+
+def _raises(batch: Any) -> Any:
+    if batch.inputs["sparse"][1] == 2 and torch.distributed.get_rank() == 1:
+        raise KeyError("no such field")
+    return num_ids(batch)
+
+
+def _with(**fields: Any) -> Any:
+    def change(batch: Any, index: int, rank: int) -> Any:
+        values = {name: value(rank) if callable(value) else value for name, value in fields.items()}
+        return dataclasses.replace(batch, inputs=batch.inputs | values)
+
+    return change
+
+
+def _only_on_one(batch: Any, index: int, rank: int) -> Any:
+    return dataclasses.replace(batch, inputs=batch.inputs | ({"more": torch.ones(16)} if rank else {}))
+
+
+def _lambda(sample: Any) -> Any:
+    return [lambda: sample] * 16
+
+
+CASES: dict[str, tuple[Any, Any, Any, str]] = {
+    "too few": (
+        _too_few,
+        _same,
+        {},
+        "batch 0 of the epoch on rank 0: batch.dense has the shape (16, 6), which does not",
+    ),
+    "nan": (_nan, _same, {}, "cost returned nan for sample 3, which is not a finite number"),
+    "negative": (_negative, _same, {}, "for sample 0, which is negative"),
+    "flat": (_flat, _same, {}, "numbers of the shape (1, 16): it has to return one for each sample"),
+    "text": (_text, _same, {}, "cost returned 'much': it has to return a number for each sample"),
+    "raises": (_raises, _same, {}, "batch 2 of the epoch on rank 1: KeyError: 'no such field'"),
+    "no sample's": (
+        num_ids,
+        _with(prior=torch.ones(3)),
+        {},
+        "batch.inputs['prior'] has the shape (3,)",
+    ),
+    "an object": (num_ids, _with(odd=_Odd()), {}, "batch.inputs['odd'] is a _Odd, whose samples the package does not"),
+    "objects": (num_ids, _with(names=np.array(["a"] * 16, object)), {}, "batch.inputs['names'] is a ndarray of object"),
+    "sparse": (
+        num_ids,
+        _with(sparse2=torch.eye(16).to_sparse()),
+        {},
+        "batch.inputs['sparse2'] is a Tensor",
+    ),
+    "constants": (
+        num_ids,
+        _with(day=lambda rank: f"day {rank}"),
+        {},
+        "batch.inputs['day'] is str 'day 0' on rank 0, str 'day 1' on rank 1",
+    ),
+    "dtypes": (
+        num_ids,
+        _with(more=lambda rank: torch.ones(16, dtype=torch.float32 if rank else torch.float64)),
+        {},
+        "batch.inputs['more'] is Tensor torch.float64 [] on rank 0, Tensor torch.float32 [] on rank 1",
+    ),
+    "only on one": (num_ids, _only_on_one, {}, "batch.inputs['more'] is nothing on rank 0, Tensor torch.float32 [] on"),
+    "split": (
+        num_ids,
+        _same,
+        {"split": lambda batch: [1, 2], "join": list},
+        "split returned 2 samples",
+    ),
+    "pickle": (num_ids, _same, {"split": _lambda, "join": list}, "pickle"),
+}
+
+
+@pytest.mark.timeout(120)
+def test_errors_are_read_on_all_ranks(two_ranks: Ranks) -> None:
+    names = list(CASES)
+    for found in two_ranks.run(errors_of, names):
+        for name in names:
+            assert CASES[name][3] in found[name], name
+
+
+def errors_of(names: list[str]) -> dict[str, str]:
+    return balanced.errors({name: CASES[name][:3] for name in names})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"cost": 3}, TypeError, "cost is a function, got 3"),
+        ({"cost": num_ids, "split": 1, "join": list}, TypeError, "split is a function, got 1"),
+        ({"cost": num_ids, "split": list}, ValueError, "split needs join as well"),
+        ({"cost": num_ids, "join": list}, ValueError, "join needs split as well"),
+        ({"cost": num_ids, "evaluation": 1}, TypeError, "evaluation is True or False, got 1"),
+    ],
+)
+def test_options_that_are_none(given: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Balance(**given)
+
+
+def test_another_object_than_balance_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"balance is a lightning_overlap\.Balance, or None, got <function num_ids"):
+        OverlapEmbeddingStrategy(balance=num_ids)  # type: ignore[arg-type]
