@@ -13,7 +13,7 @@ from .full_file import (
 )
 from .incremental import Increments
 from .managed_collision_state import Generators, load_collision_state, pieces_for
-from .moved_ids import Move, immovable_collisions
+from .moved_ids import Move, counting_modules, immovable_collisions, move_ids, weight_of
 from .not_checkpoints import DamagedError, why_no_checkpoint
 from .parts import ASSIGNING_RANKS, AVERAGES, COLLISIONS, ENTRIES, FUSED, LOADERS
 from .places import LocalPlace, Place

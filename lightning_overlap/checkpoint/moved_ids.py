@@ -32,6 +32,14 @@ def counting_modules(model: nn.Module) -> dict[str, MCHManagedCollisionModule]:
     return {name: module for name, module in _modules(model).items() if isinstance(module, MCHManagedCollisionModule)}
 
 
+def weight_of(model: nn.Module, name: str) -> str:
+    """Return the name in `state_dict` of the table of a managed collision module, from the module's name."""
+    outer = next(path for path in sharded_modules(model) if name.startswith(f"{path}."))
+    table = name.rpartition(".")[2]
+    [weight] = [key for key in table_weights(model) if key.startswith(f"{outer}.") and key.split(".")[-2] == table]
+    return weight
+
+
 def immovable_collisions(model: nn.Module) -> str:
     """Return the names of managed collision modules whose ids cannot move to other ranks, with their classes."""
     return some(
@@ -61,12 +69,7 @@ def move_ids(model: nn.Module, segments: Mapping[str, Tensor], group: Group) -> 
     for name, module in counting_modules(model).items():
         saved, own = segments.get(name), module.get_buffer(SEGMENTS)
         if saved is not None and not torch.equal(saved.cpu(), own.cpu()):
-            outer = next(path for path in sharded_modules(model) if name.startswith(f"{path}."))
-            table = name.rpartition(".")[2]
-            [weight] = [
-                key for key in table_weights(model) if key.startswith(f"{outer}.") and key.split(".")[-2] == table
-            ]
-            moves.append(_move(weight, module, [int(row) for row in saved if row >= 0], group))
+            moves.append(_move(weight_of(model, name), module, [int(row) for row in saved if row >= 0], group))
     return moves
 
 

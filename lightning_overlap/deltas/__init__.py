@@ -1,5 +1,8 @@
 """Stream updated rows to served models; needs the extra `deltas`. `recording/` is not here, as it needs Lightning."""
 
+from .files import EVICTED_ID as EVICTED_ID
+from .files import NO_ID as NO_ID
+from .files import RAW_ID as RAW_ID
 from .files import SCHEMA as SCHEMA
 from .files import WEIGHT as WEIGHT
 from .files import CutError as CutError
@@ -9,6 +12,7 @@ from .files import FileError as FileError
 from .files import FileName as FileName
 from .files import Header as Header
 from .files import Piece as Piece
+from .files import RawIds as RawIds
 from .files import Rows as Rows
 from .files import decode as decode
 from .files import encode as encode

@@ -11,6 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..compat.torchrec import group_of, kernels_in, lookups_of
@@ -64,10 +65,23 @@ class KernelShards:
             self.kernel.flush()
 
 
-def kernel_shards(model: nn.Module) -> list[KernelShards]:
-    """Return this rank's shards of all tables, by kernel; raise a ValueError for rows that have no fixed number."""
+def kernel_shards(model: nn.Module, *, with_raw_ids: bool = False) -> list[KernelShards]:
+    """Return this rank's shards of all tables, by kernel; raise a ValueError for rows that have no fixed number.
+
+    `with_raw_ids`: the caller knows which raw id a row stands for now, in `MCHManagedCollisionModule`s.
+    """
     for name, module in sharded_modules(model).items():
-        if hands_out_rows(module):
+        others = {
+            type(one).__name__
+            for one in module.modules()
+            if isinstance(one, ManagedCollisionModule) and not isinstance(one, MCHManagedCollisionModule)
+        }
+        if with_raw_ids and others:
+            raise ValueError(
+                f"{name!r} gives rows to ids by {some(sorted(others))}. Only the ids of MCHManagedCollisionModule can "
+                "be sent."
+            )
+        if hands_out_rows(module) and not with_raw_ids:
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) assigns its rows to ids during training, so that row numbers have "
                 "no meaning for another model. Remove it, or use a plain collection."

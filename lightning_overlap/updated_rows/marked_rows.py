@@ -1,12 +1,15 @@
 """Marks on the rows that the fused backward has updated since the marks were taken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.torchrec import watch_evictions
 from ..runtime import TableAccess
-from ..tables import kernel_shards, num_fused_writes, sharded_modules
+from ..tables import hands_out_rows, kernel_shards, num_fused_writes, sharded_modules
 from .row_marks import DeviceMarks, HostMarks
 from .update_watch import UpdateWatch
 
@@ -15,21 +18,38 @@ class MarkedRows:
     """Marks rows of fused tables right before a backward updates them; `before_update` is called before it marks.
 
     `kernels` have the fused tables of this rank, `others` the tables without marks: the dense optimizer's and
-    replicated tables. Raises a ValueError for rows that have no fixed number.
+    replicated tables. Raises a ValueError for rows that have no fixed number; `with_raw_ids` as for `kernel_shards`:
+    then rows are also marked when they are reset for new ids.
     """
 
-    def __init__(self, model: nn.Module, access: TableAccess, before_update: Callable[[], None]) -> None:
-        kernels = kernel_shards(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        access: TableAccess,
+        before_update: Callable[[], None],
+        *,
+        with_raw_ids: bool = False,
+    ) -> None:
+        kernels = kernel_shards(model, with_raw_ids=with_raw_ids)
         self.kernels = [kernel for kernel in kernels if kernel.is_fused]
         self.others = [kernel for kernel in kernels if not kernel.is_fused]
         self._modules = list(sharded_modules(model).values())
         self._access, self._before_update = access, before_update
         self.marks = self.new_marks()
         self._watch = UpdateWatch(self.kernels, self._mark_lookup)
+        self._num_reset_writes = 0
+        self._unwatch = [
+            watch_evictions(module, partial(self._resetting, name, module))
+            for name, module in sharded_modules(model).items()
+            if hands_out_rows(module)
+        ]
 
     def detach(self) -> None:
         """Stop marking."""
         self._watch.detach()
+        for stop in self._unwatch:
+            stop()
+        self._unwatch = []
 
     def new_marks(self) -> list[HostMarks | DeviceMarks]:
         """Return marks without any row, by kernel."""
@@ -47,6 +67,19 @@ class MarkedRows:
     def _mark_lookup(self, kernel: int, indices: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
         self._before_update()
         self.marks[kernel].add(indices, offsets, batch_sizes)
+
+    @contextmanager
+    def _resetting(self, name: str, module: nn.Module, rows: Mapping[str, Tensor]) -> Iterator[None]:
+        """Mark the rows that a module resets in this context, by table; its writes are no others' writes."""
+        self._before_update()
+        before = sum(num_fused_writes(module))
+        yield
+        self._num_reset_writes += sum(num_fused_writes(module)) - before
+        for kernel, marks in zip(self.kernels, self.marks, strict=True):
+            for number, shard in enumerate(kernel.shards):
+                table = shard.name.split(".")[-2]
+                if shard.name.startswith(f"{name}.") and table in rows:
+                    marks.add_rows(number, rows[table].long())
 
     def mark(self, name: str, rows: Tensor) -> None:
         """Mark rows `(N,)`, int64, on the host, of an unsharded table by its name; rows of other ranks are skipped."""
@@ -71,8 +104,8 @@ class MarkedRows:
 
     @property
     def num_writes(self) -> int:
-        """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
-        return num_other_writes(self._modules, self._access)
+        """In-place writes to this rank's fused tables, except marked ones, plus `tables_changed()` calls."""
+        return num_other_writes(self._modules, self._access) - self._num_reset_writes
 
 
 def num_other_writes(modules: list[torch.nn.Module], access: TableAccess) -> int:

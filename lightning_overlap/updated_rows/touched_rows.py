@@ -15,7 +15,7 @@ from .row_marks import HostMarks
 
 
 class TouchedRows:
-    """Marks rows when the fused backward writes them; copies marked rows, overlapped with the next forward.
+    """Marks rows when the fused backward or an eviction writes them; copies them, overlapped with the next forward.
 
     `dense` has the fields of tables without marks: the dense optimizer's and, on rank 0, replicated tables.
     """
@@ -28,9 +28,10 @@ class TouchedRows:
         rank: int,
         states: bool = False,
         on_settled: Callable[[bool], None] | None = None,
+        with_raw_ids: bool = False,
     ) -> None:
         self._on_settled = on_settled  # called with what `settle` returns, once for each copy
-        self._marked = MarkedRows(model, access, self._before_update)
+        self._marked = MarkedRows(model, access, self._before_update, with_raw_ids=with_raw_ids)
         self._access, self._streams, self._states = access, access.streams, states
         self._on_device = access.streams.is_async
         others = [kernel for kernel in self._marked.others if not (kernel.is_replicated and rank)]

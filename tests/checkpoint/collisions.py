@@ -23,7 +23,7 @@ from torchrec.modules import mc_embedding_modules, mc_modules
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint.moved_ids import counting_modules
 from lightning_overlap.checkpoint.table_state import KERNEL_KINDS, fused_state, local_parts
-from lightning_overlap.compat.torchrec import seen_ids
+from lightning_overlap.compat.torchrec import ranks_of, seen_ids
 from lightning_overlap.distributed import gather_objects
 
 from ..support.cases import dense_optimizer
@@ -213,6 +213,7 @@ def known(model: Model, warned: list[str]) -> Known:
         unknown, values = values[-1].tolist(), values[rows[is_id]]
         metadata = torch.stack([values[is_id] for _, values in sorted(module._mch_metadata.items())], 1)
         seen = seen_ids(module)
+        assert set(ranks_of(module, seen.ids, dist.get_world_size()).tolist()) <= {rank}
         past = torch.stack([seen.ids, *seen.metadata.values()], 1)
         ids = raw[is_id].tolist()
         mine.append((rank, table, ids, values.tolist(), metadata.tolist(), past.tolist(), seen[:2], unknown))

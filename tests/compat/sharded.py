@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -368,11 +369,10 @@ def collectives(place: str) -> None:
     assert weights_of(module) == weights_of(expected)
 
 
-def ranks_of_ids(hash_size: int) -> None:
-    """A rank's managed collision module has seen the ids of all ranks that belong to it, and no others."""
+def _managed_table(hash_size: int, interval: int) -> Any:
     tables = EmbeddingBagCollection(tables=[EmbeddingBagConfig(21, 8, name="t0", feature_names=["f0"])])
     counting = mc_modules.MCHManagedCollisionModule(
-        21, torch.device("cpu"), mc_modules.LFU_EvictionPolicy(), eviction_interval=100, input_hash_size=hash_size
+        21, torch.device("cpu"), mc_modules.LFU_EvictionPolicy(), eviction_interval=interval, input_hash_size=hash_size
     )
     managed = mc_modules.ManagedCollisionCollection({"t0": counting}, tables.embedding_bag_configs())
     module: Any = mc_embedding_modules.ManagedCollisionEmbeddingBagCollection(tables, managed)
@@ -381,10 +381,47 @@ def ranks_of_ids(hash_size: int) -> None:
     model = DistributedModelParallel(
         nn.ModuleDict({"mc": module}), env, torch.device("cpu"), plan, get_default_sharders()
     )
-    [own] = torchrec.collisions_within(model.module["mc"])._managed_collision_modules.values()
+    return model.module["mc"]
+
+
+def ranks_of_ids(hash_size: int) -> None:
+    """A rank's managed collision module has seen the ids of all ranks that belong to it, and no others."""
+    module = _managed_table(hash_size, interval=100)
+    [own] = torchrec.collisions_within(module)._managed_collision_modules.values()
     drawn = [torch.randint(2000, (30,), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    model.module["mc"](KeyedJaggedTensor(["f0"], drawn[dist.get_rank()], lengths=torch.ones(30).int()))[0].wait()
-    ids = torch.cat(drawn)
+    module(KeyedJaggedTensor(["f0"], drawn[dist.get_rank()], lengths=torch.ones(30).int()))[0].wait()
+    ids = torch.stack([torch.cat(drawn), torch.zeros(60, dtype=torch.int64)], 1)[:, 0]  # not contiguous
     mine = ids[torchrec.ranks_of(own, ids, 2) == dist.get_rank()]
     assert 0 < len(mine) < len(ids)
     assert sorted(torchrec.seen_ids(own).ids.tolist()) == sorted(mine.tolist())
+
+
+def reset_rows() -> None:
+    """Only rows that are told of are reset, and only while they are; two may listen, and each stops alone."""
+    module = _managed_table(1000, interval=1)
+    [weight] = module.parameters()
+    told: list[list[tuple[Tensor, Tensor]]] = [[], []]
+
+    def listen(number: int) -> Callable[[Mapping[str, Tensor]], Any]:
+        @contextmanager
+        def listening(reset: Mapping[str, Tensor]) -> Iterator[None]:
+            before = weight.detach().clone()
+            yield
+            told[number].append((reset["t0"].clone(), (before != weight.detach()).any(1).nonzero().squeeze(1)))
+
+        return listening
+
+    stops = [torchrec.watch_evictions(module, listen(number)) for number in range(2)]
+    for step in range(3):
+        before, so_far = weight.detach().clone(), len(told[1])
+        ids = torch.arange(20 * step, 20 * step + 20)
+        module(KeyedJaggedTensor(["f0"], ids, lengths=torch.ones(20).int()))[0].wait()
+        changed = (before != weight.detach()).any(1).nonzero().squeeze(1)
+        [(rows, reset)] = told[1][so_far:]
+        assert sorted(rows.tolist()) == reset.tolist() == changed.tolist()
+        assert len(rows) == 20 or step
+        if step == 0:
+            stops[0]()
+    stops[1]()
+    assert (len(told[0]), len(told[1])) == (1, 3)
+    assert "_evict" not in vars(module)

@@ -125,7 +125,7 @@ def test_whole_weights_go_once_they_are_forgotten(two_ranks: Ranks) -> None:
     two_ranks.run(sharded.whole_weights_go)
 
 
-INNER = {
+INNER: dict[str, tuple[str, tuple[str, ...]]] = {
     "position_weighted": (
         "ShardedFeatureProcessedEmbeddingBagCollection",
         ("_embedding_bag_collection", "_feature_processors"),
@@ -354,6 +354,26 @@ def test_a_shard_of_ids_begins_at_its_first_row() -> None:
 @pytest.mark.parametrize("hash_size", [0, 1000])
 def test_ids_are_looked_up_by_the_rank_that_is_named(get_ranks: Callable[..., Ranks], hash_size: int) -> None:
     get_ranks(2).run(sharded.ranks_of_ids, hash_size)
+
+
+@meanings.of(*(f"{owner}._evict" for owner, names in INNER.values() if "_embedding_module" in names))
+def test_rows_that_are_reset_are_told(get_ranks: Callable[..., Ranks]) -> None:
+    get_ranks(1).run(sharded.reset_rows)
+
+
+@given(ids=st.lists(st.integers(0, 90), unique=True, max_size=5), seed=st.integers(0, 9))
+def test_ids_have_the_rows_that_they_are_given(ids: list[int], seed: int) -> None:
+    shard = counting(1, "distance").rebuild_with_output_id_range((2, 8), [0, 2, 8])
+    rows = torch.randperm(5, generator=torch.Generator().manual_seed(seed))[: len(ids)] + 2
+    torchrec.set_known_ids(shard, torch.tensor(ids, dtype=torch.int64), rows, iteration=7)
+    known = torchrec.known_ids(shard)
+    assert dict(zip(known.ids.tolist(), known.rows.tolist(), strict=True)) == dict(zip(ids, rows.tolist(), strict=True))
+    mapping = shard.get_buffer(torchrec.ROWS_OF_IDS).tolist()
+    assert sorted(mapping) == [*range(2, 8)]
+    assert mapping[-1] == 7
+    assert known.ids.tolist() == sorted(ids)
+    assert {one for value in known.metadata.values() for one in value.tolist()} <= {1, 7}
+    assert rows_of(shard.eval(), [*ids, 99]) == [*rows.tolist(), 7]
 
 
 def test_each_listed_name_has_a_test() -> None:

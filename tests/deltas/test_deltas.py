@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from lightning_overlap import MODES, EmbeddingDeltas, ExponentialMovingAverage, OverlapEmbeddingStrategy
+from lightning_overlap import MODES, EmbeddingDeltas, ExponentialMovingAverage
 from lightning_overlap.deltas import CutFile, Piece, decode, parse_names
 from lightning_overlap.deltas.recording import cuts
 from lightning_overlap.tuning import Auto
@@ -23,10 +23,9 @@ from lightning_overlap.updated_rows import MarkedRows, UpdateWatch, touched_rows
 from lightning_overlap.updated_rows.copies import KeptMemory, copy_on_host
 
 from ..support.cases import Batches, Case, Model, TableSpec, make_batch
-from ..support.fits import QUIET, make_trainer
+from ..support.fits import QUIET
 from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
-from ..tables import supported_modules as kinds
 from .delta_fits import At, Files, Fit, apply_in_order, differences, fit_expecting, fit_with_deltas, halve, stragglers
 from .histories import updated
 
@@ -332,18 +331,3 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="needs OverlapEmbeddingStrategy, got SingleDevice"):
         trainer.fit(BoringModel())
-
-
-def fit_managed(folder: str) -> str:
-    module = kinds.KindModel("managed_bags")
-    strategy = OverlapEmbeddingStrategy(sharding=kinds.make_plan(module))
-    trainer = make_trainer(strategy, callbacks=[EmbeddingDeltas(Files(folder))], limit_val_batches=0)
-    with pytest.raises(ValueError, match="assigns") as caught:
-        trainer.fit(module, datamodule=kinds.Batches(module.case, 2))
-    return str(caught.value)
-
-
-def test_rows_that_are_assigned_as_they_come_are_refused(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    [said] = get_ranks(1).run(fit_managed, str(tmp_path))
-    assert "assigns its rows to ids during training" in said
-    assert not list(tmp_path.iterdir())

@@ -9,16 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.deltas import Replica, Rows, encode
+from lightning_overlap.deltas import NO_ID, Header, Replica, Rows, encode
 from lightning_overlap.deltas.files import TRAILER_SIZE, FileError, decode, read_header
 from lightning_overlap.deltas.files.form import _COLUMNS, _HEADER
-from lightning_overlap.deltas.serving.served_tables import CoveredRows, TablesError
+from lightning_overlap.deltas.serving import KnownIds
+from lightning_overlap.deltas.serving.covered_rows import CoveredRows, TablesError
 
 from .histories import MemorySink
-from .untrusted import HEADER, decode_changed, file_of_two_tables, with_checksum
+from .untrusted import HEADER, MANAGED, OF_RAW_IDS, decode_changed, file_of_two_tables, raw_ids, with_checksum
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the size of a process from Linux")
@@ -29,7 +30,7 @@ def test_changed_bytes_are_refused_or_decoded(get_ranks: Any) -> None:
 
 
 def _stream(batch: pa.RecordBatch, **options: Any) -> bytes:
-    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(HEADER)).encode()})
+    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(MANAGED), default=vars).encode()})
     out = pa.BufferOutputStream()
     with pa.ipc.new_stream(out, schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_batch(batch)
@@ -81,10 +82,10 @@ JUNK = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(ma
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([field.name for field in dataclasses.fields(HEADER)]), JUNK)
-def test_a_header_has_the_types_that_it_says(name: str, junk: Any) -> None:
+@given(st.sampled_from([HEADER, MANAGED]), st.sampled_from([field.name for field in dataclasses.fields(HEADER)]), JUNK)
+def test_a_header_has_the_types_that_it_says(whole: Header, name: str, junk: Any) -> None:
     try:
-        header = read_header(encode(dataclasses.replace(HEADER, **{name: junk})))
+        header = read_header(encode(dataclasses.replace(whole, **{name: junk})))
     except FileError:
         return
     for field in dataclasses.fields(header):
@@ -95,10 +96,94 @@ def test_a_header_has_the_types_that_it_says(name: str, junk: Any) -> None:
             assert value is None or [list(map(type, one)) for one in value] == [[str, str, int, int]] * len(value)
         elif field.name == "tables":
             assert isinstance(value, dict)
+        elif field.name == "raw_ids":
+            assert value == whole.raw_ids
         elif field.name == "time":
             assert value - value == 0
         else:
             assert type(value) is type(getattr(HEADER, field.name))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([field.name for field in dataclasses.fields(OF_RAW_IDS)]), JUNK | st.lists(st.integers(0, 11)))
+@example("segments", [0, 10])
+@example("segments", [0, 4, 4, 10])
+@example("segments", [0, 11])
+def test_how_ids_get_rows_has_the_types_that_it_says(name: str, junk: Any) -> None:
+    how = dataclasses.replace(OF_RAW_IDS, **{name: junk})
+    try:
+        found = read_header(encode(dataclasses.replace(MANAGED, raw_ids={"a": how})))
+    except FileError:
+        return
+    assert found.raw_ids is not None
+    [(table, one)] = found.raw_ids.items()
+    assert table == "a"
+    assert [type(value) for value in vars(one).values()] == [type(value) for value in vars(OF_RAW_IDS).values()]
+    assert sorted(set(one.segments)) == [*one.segments]
+    assert (one.segments[0], one.segments[-1]) == (0, 10)
+    assert one.hash_size >= 0
+
+
+@pytest.mark.parametrize("wrong", ["twice", "unknown", "evicted", "rows", "plain"])
+def test_raw_ids_that_do_not_fit_are_refused(wrong: str) -> None:
+    """Nothing is written: a replica stays as it was."""
+    sink, header = MemorySink(), dataclasses.replace(MANAGED, tables={"a": (10, 4)})
+    weight = Rows("a", "weight", (10, 4), 0, torch.arange(10), torch.ones(10, 4))
+    none = raw_ids("raw_id", {**dict.fromkeys(range(10), NO_ID), 0: 100})
+    sink.write(str(header.name), encode(header, [weight, none]))
+    replica = Replica(None, sink)
+    replica.update()
+    coming = {
+        "twice": [raw_ids("raw_id", {7: 100})],
+        "unknown": [raw_ids("raw_id", {3: 101})],  # the last row of a shard
+        "evicted": [raw_ids("evicted_id", {0: 100})],
+        "rows": [raw_ids("raw_id", {10: 101})],
+        "plain": [],
+    }[wrong]
+    cut = dataclasses.replace(header, step=3, after=(1, 2))
+    if wrong == "plain":
+        cut = dataclasses.replace(cut, raw_ids={"a": dataclasses.replace(OF_RAW_IDS, segments=(0, 10))})
+    sink.write(str(cut.name), encode(cut, [dataclasses.replace(weight, values=torch.zeros(10, 4)), *coming]))
+    said = {
+        "twice": "two rows of a would have the same raw id",
+        "unknown": "a row of a for unknown ids would have a raw id",
+        "evicted": "are evicted, which have a row",
+        "rows": "outside of its shape",
+        "plain": "in another way, without a base",
+    }[wrong]
+    with pytest.raises(TablesError, match=said):
+        replica.update()
+    assert replica.step == 2
+    assert replica.raw_ids["a"].tolist() == [100] + [NO_ID] * 9
+    assert replica.state_dict()["a"].eq(1).all()
+
+
+def test_a_reader_of_plain_files_refuses_raw_ids() -> None:
+    """By the number of the format; plain files keep the former number, which it reads."""
+    assert json.loads(json.dumps(vars(HEADER)))["schema"] == 1
+    assert read_header(encode(HEADER)).raw_ids is None
+    for changed in (dataclasses.replace(MANAGED, schema=1), dataclasses.replace(HEADER, schema=2)):
+        with pytest.raises(FileError, match="its raw_ids do not belong to schema"):
+            read_header(encode(changed))
+    with pytest.raises(FileError, match="is of schema 3, this version reads schemas 1 and 2"):
+        read_header(encode(dataclasses.replace(MANAGED, schema=3)))
+    with pytest.raises(FileError, match="b has no such raw_id"):
+        decode(encode(MANAGED, [dataclasses.replace(raw_ids("raw_id", {0: 1}), table="b")]))
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 12) | st.just(NO_ID)))))
+def test_sorted_ids_follow_changes(changes: list[list[tuple[int, int]]]) -> None:
+    """As if all were sorted anew; changes that give two rows an id are left out."""
+    known = KnownIds.of(OF_RAW_IDS, torch.full((10,), NO_ID))
+    for some in changes:
+        now = known.id_of_row.clone()
+        for row, each in some:
+            if each == NO_ID or each not in now.tolist():
+                now[row] = each
+        known, anew = KnownIds.of(OF_RAW_IDS, now, known), KnownIds.of(OF_RAW_IDS, now)
+        assert known.sorted_ids.tolist() == anew.sorted_ids.tolist() == sorted(now.tolist())
+        assert known.rows_of_ids.tolist() == anew.rows_of_ids.tolist()
+        assert now[known.rows_of_ids].tolist() == sorted(now.tolist())
 
 
 @st.composite

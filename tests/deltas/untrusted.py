@@ -1,5 +1,6 @@
 """Files whose checksum is right and whose bytes are not. Functions that ranks run: a wrong one may end the process."""
 
+import dataclasses
 import resource
 from pathlib import Path
 from zlib import crc32
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.deltas import Dense, Header, Rows, encode
+from lightning_overlap.deltas import EVICTED_ID, NO_ID, RAW_ID, SCHEMA, Dense, Header, RawIds, Rows, encode
 from lightning_overlap.deltas.files import TRAILER_SIZE, FileError, decode
 
 MOST_BYTES = 1 << 30  # of address space; allocators reserve some hundred MiB at once
@@ -28,14 +29,26 @@ HEADER = Header(
     tables={"a": (10, 4), "b": (6, 2)},
 )
 
+OF_RAW_IDS = RawIds(
+    module="mc.a", sorted_ids="mc.ids", rows_of_ids="mc.rows", segments=(0, 4, 10), hash_size=50, is_hashed=False
+)
+MANAGED = dataclasses.replace(HEADER, raw_ids={"a": OF_RAW_IDS}, schema=SCHEMA)
+
+
+def raw_ids(field: str, ids: dict[int, int]) -> Rows:
+    """Return an entry of the table "a", from row -> id."""
+    return Rows("a", field, (10, 1), 0, torch.tensor(list(ids)), torch.tensor(list(ids.values())).unsqueeze(1))
+
 
 def file_of_two_tables() -> bytes:
     rows = [
         Rows("a", "weight", (10, 4), 0, torch.arange(10), torch.ones(10, 4)),
         Rows("b", "weight", (6, 2), 0, torch.arange(6), torch.ones(6, 2)),
         Rows("a", "momentum1", (10, 1), 0, torch.arange(10), torch.ones(10, 1)),
+        raw_ids(RAW_ID, {row: 100 + row if row in (0, 5) else NO_ID for row in range(10)}),
+        raw_ids(EVICTED_ID, {3: 17}),
     ]
-    return encode(HEADER, rows, [Dense("top", torch.ones(3, 4))])
+    return encode(MANAGED, rows, [Dense("top", torch.ones(3, 4))])
 
 
 def with_checksum(content: bytes | bytearray) -> bytes:

@@ -5,16 +5,21 @@ from collections.abc import Mapping
 from . import awaitables, collisions, ids, inputs, modules
 from .awaitables import Collective, LazyResult, collectives_in, is_sent, joint_of, set_joint, wait_for, work_of
 from .collisions import (
+    ROWS_OF_IDS,
     SEGMENTS,
+    SORTED_IDS,
     KnownIds,
     SeenIds,
     first_row,
     forget_seen_ids,
     give_rows,
+    hash_of,
     known_ids,
     ranks_of,
     seen_ids,
+    set_known_ids,
     set_seen_ids,
+    watch_evictions,
 )
 from .ids import IdsAwaitable, recat, splits_of, stagger_of, stay_here, tell_lookups
 from .inputs import parts_of, set_inverse_indices, set_lengths, set_values, set_weights, shallow_copy, without_weights

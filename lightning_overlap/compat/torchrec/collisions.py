@@ -1,7 +1,8 @@
 """Managed collision modules of TorchRec's: their ids, the rows that ids have, and state that is in no checkpoint."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_current_history_buffer_offset", "_current_iter", "_history_accumulator", "_history_metadata"),
         *("_eviction_policy", "_evicted", "_mch_metadata", "_mch_remapped_ids_mapping", "_mch_sorted_raw_ids"),
         *("_output_global_offset", "_update_and_evict"),
-        *("_input_history_buffer_size", "_last_eviction_iter"),
+        *("_input_history_buffer_size", "_last_eviction_iter", "_input_hash_func"),
     ),
 }
 
 _ITERATION = "_current_iter_tensor"  # a buffer, equal on all ranks: batches in which the module has counted ids
 
 _NO_ID = torch.iinfo(torch.int64).max  # in a slot that no id has
+SORTED_IDS, ROWS_OF_IDS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
+"""Buffers of a module, with an entry for each of its rows: the ids, ascending, and their rows in the whole table."""
 SEGMENTS = "_output_segments_tensor"
 """Buffer of a module: the first row of each rank's shard of the table and the end of the last, then -1."""
 
@@ -130,7 +133,7 @@ def first_row(module: MCHManagedCollisionModule) -> int:
 def ranks_of(module: MCHManagedCollisionModule, ids: Tensor, num_ranks: int) -> Tensor:
     """Return the rank that looks each id up, `(num_ids,)`, for ids on the host."""
     blocks = module.buckets()
-    kjt = KeyedJaggedTensor(["ids"], ids, lengths=torch.tensor([len(ids)]))
+    kjt = KeyedJaggedTensor(["ids"], ids.contiguous(), lengths=torch.tensor([len(ids)]))
     by_rank, places = bucketize_kjt_before_all2all(
         kjt,
         num_buckets=num_ranks,
@@ -140,3 +143,63 @@ def ranks_of(module: MCHManagedCollisionModule, ids: Tensor, num_ranks: int) -> 
         keep_original_indices=True,
     )
     return torch.repeat_interleave(torch.arange(num_ranks), by_rank.lengths().long())[places.long()]
+
+
+def set_known_ids(module: MCHManagedCollisionModule, ids: Tensor, rows: Tensor, iteration: int) -> None:
+    """Forget all ids of a module, and let distinct `ids` have these rows of its shard, as rows of the whole table.
+
+    To the eviction policy each id was seen once, in the last of `iteration` batches, and none since the last eviction.
+    """
+    first, count = module._output_global_offset, module.output_size()
+    sorted_ids, device = module._mch_sorted_raw_ids, module._mch_sorted_raw_ids.device
+    ids, order = ids.to(device).sort()
+    rows = rows.to(device)[order]
+    is_free = torch.ones(count, dtype=torch.bool, device=device)
+    is_free[rows - first] = False
+    sorted_ids.fill_(_NO_ID)
+    sorted_ids[: len(ids)] = ids
+    module._mch_remapped_ids_mapping.copy_(torch.cat([rows, is_free.nonzero().squeeze(1) + first]))
+    for name, buffer in module._mch_metadata.items():
+        buffer.zero_()
+        buffer[: len(ids)] = 1 if name == "counts" else iteration
+    module.get_buffer(_ITERATION).fill_(iteration)
+    forget_seen_ids(module)
+
+
+def hash_of(module: MCHManagedCollisionModule) -> tuple[int, bool]:
+    """Return the range of a module's ids (0: any), and whether it maps ids by a function of the user's first."""
+    return module.input_size(), module._input_hash_func is not None
+
+
+Evicting: TypeAlias = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+"""Called with table -> rows of this rank's shard, `(num,)`, that are about to be reset; they are within the context."""
+
+
+class _Evict:
+    """Stands in for the method of a sharded module that resets rows."""
+
+    def __init__(self, module: Any) -> None:
+        self._reset: Callable[[Mapping[str, Tensor | None]], None] = module._evict
+        self.watchers: list[Evicting] = []
+
+    def __call__(self, evictions: Mapping[str, Tensor | None]) -> None:
+        rows = {table: rows for table, rows in evictions.items() if rows is not None}
+        with ExitStack() as stack:
+            for watch in self.watchers if rows else ():
+                stack.enter_context(watch(rows))
+            self._reset(evictions)
+
+
+def watch_evictions(module: Any, evicting: Evicting) -> Callable[[], None]:
+    """Let `evicting` surround each reset of rows in a sharded managed collision module; return what ends this."""
+    if not isinstance(vars(module).get("_evict"), _Evict):
+        module._evict = _Evict(module)
+    watched = module._evict
+    watched.watchers.append(evicting)
+
+    def stop() -> None:
+        watched.watchers.remove(evicting)
+        if not watched.watchers:
+            del module._evict  # the class's method is left
+
+    return stop

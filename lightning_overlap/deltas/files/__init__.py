@@ -3,6 +3,10 @@
 from .chain import Chain, Move
 from .cuts import CutError, DeltaSink, Head, as_words, file_of
 from .form import (
+    EVICTED_ID,
+    NO_ID,
+    PLAIN,
+    RAW_ID,
     SCHEMA,
     TRAILER_SIZE,
     WEIGHT,
@@ -13,6 +17,7 @@ from .form import (
     FileName,
     Header,
     Piece,
+    RawIds,
     Rows,
     decode,
     encode,

@@ -131,7 +131,7 @@ def _check_belongs(header: Header, name: FileName, first: Header) -> None:
             f"{name} is of the run {header.run!r}, {first.name} of the run {first.run!r}. Use a separate sink for each "
             "run."
         )
-    for what in ("tables", "num_pending", "global_step", "fit", "found", "epoch", "batch", "row_wise"):
+    for what in ("tables", "num_pending", "global_step", "fit", "found", "epoch", "batch", "row_wise", "raw_ids"):
         own, others = getattr(header, what), getattr(first, what)
         if own != others:
             differ = f"differ in {what} ({own} and {others})"

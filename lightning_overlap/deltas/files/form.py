@@ -29,8 +29,11 @@ try:
 except ImportError:
     from zlib import crc32
 
-SCHEMA = 1  # version of the format; a reader rejects others
+PLAIN, SCHEMA = 1, 2  # versions of the format: of runs without and with raw ids; a reader rejects others
 WEIGHT = "weight"  # the field of a table's weights; other fields are kinds of optimizer state (`momentum1`, ...)
+RAW_ID = "raw_id"  # the field that has the raw id of each row under managed collisions, or `NO_ID`
+EVICTED_ID = "evicted_id"  # the field of raw ids that were known at the cut before, by the row that they had then
+NO_ID = torch.iinfo(torch.int64).max  # of a row that stands for no id
 TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a file
 SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
@@ -89,6 +92,18 @@ def parse_names(names: Iterable[str]) -> list[FileName]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RawIds:
+    """How the ids of a table under managed collisions get their rows; names are those in the unsharded `state_dict`."""
+
+    module: str  # name of the managed collision module
+    sorted_ids: str  # name of its buffer with all ids, `(rows,)`, int64, ascending, `NO_ID` at the end
+    rows_of_ids: str  # name of its buffer with their rows, `(rows,)`, int64
+    segments: tuple[int, ...]  # the first row of each rank's shard, and the number of rows
+    hash_size: int  # ids below it are divided among the shards in ranges, others by their remainder
+    is_hashed: bool  # whether the module maps ids by a function of the user's first
+
+
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """The header of a file; docs/deltas_format.md describes its fields."""
 
@@ -110,7 +125,8 @@ class Header:
     epoch: int = 0  # number of epochs that are over
     batch: int = 0  # number of batches of the next epoch that are trained
     row_wise: list[Columns] | None = None  # row-wise states of column shards; None: no states are sent
-    schema: int = SCHEMA
+    raw_ids: dict[str, RawIds] | None = None  # by table; None if no table is under managed collisions
+    schema: int = PLAIN
 
     @property
     def is_base(self) -> bool:
@@ -125,11 +141,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one table, or of one kind of its optimizer state; tensors are on the host."""
+    """Rows of one table, of one kind of its optimizer state, or of its raw ids; tensors are on the host."""
 
     table: str  # name of the table's weight in the unsharded LightningModule's `state_dict`
-    field: str  # `WEIGHT`, or a kind of optimizer state
-    shape: tuple[int, int]  # of the unsharded table; (rows, 1) for row-wise state
+    field: str  # `WEIGHT`, `RAW_ID`, `EVICTED_ID`, or a kind of optimizer state
+    shape: tuple[int, int]  # of the unsharded table; (rows, 1) for row-wise state and raw ids
     first_column: int  # of this shard
     rows: Tensor  # distinct row numbers in the unsharded table, `(N,)`, int64
     values: Tensor  # `(N, num_columns)`, with the dtype and bits of the trainer's table
@@ -168,7 +184,7 @@ def joined(pieces: Sequence[Piece]) -> bytes:
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
     """Return the bytes of `encode` in pieces; row numbers and values are views of the tensors."""
-    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header)).encode()})
+    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header), default=vars).encode()})
     entries = [
         _entry(one.rows, one.values, "rows", one.table, one.field, one.shape, one.first_column, one.values.shape[1])
         for one in rows
@@ -226,10 +242,10 @@ def _read(data: bytes, name: str) -> tuple[Header, Iterator[pa.RecordBatch]]:
         metadata, batches = read_stream(content, _COLUMNS)
         written = json.loads(metadata[_HEADER])
         schema = written.get("schema")
-        if schema == SCHEMA:
+        if schema in (PLAIN, SCHEMA):
             return _header(written), batches
     raise FileError(
-        f"{name} is of schema {schema!r}, this version reads schema {SCHEMA}: read it with the version "
+        f"{name} is of schema {schema!r}, this version reads schemas {PLAIN} and {SCHEMA}: read it with the version "
         "of lightning_overlap that wrote it."
     )
 
@@ -252,6 +268,10 @@ def _header(written: dict[str, Any]) -> Header:
         if not isinstance(kept["row_wise"], list):
             raise TypeError(f"its row_wise is {kept['row_wise']!r}")
         kept["row_wise"] = [(str(table), str(kind), *_integers(at, 2)) for table, kind, *at in kept["row_wise"]]
+    if (kept.get("raw_ids") is None) != (kept["schema"] == PLAIN):
+        raise ValueError(f"its raw_ids do not belong to schema {kept['schema']}")
+    if kept.get("raw_ids") is not None:
+        kept["raw_ids"] = {table: _raw_ids(one, kept["tables"][table]) for table, one in kept["raw_ids"].items()}
     header = Header(**kept)
     for key, kind in (("run", str), ("fit", str), ("is_void", bool)):
         if not isinstance(getattr(header, key), kind):
@@ -273,6 +293,18 @@ def _header(written: dict[str, Any]) -> Header:
     )
     _integers([getattr(header, key) for key in numbers], len(numbers))
     return header
+
+
+def _raw_ids(written: dict[str, Any], shape: tuple[int, ...]) -> RawIds:
+    found = RawIds(**{**written, "segments": _integers(written["segments"], len(written["segments"]))})
+    _integers([found.hash_size], 1)
+    segments = found.segments
+    if len(segments) < 2 or segments[0] != 0 or segments[-1] != shape[0] or sorted(set(segments)) != [*segments]:
+        raise ValueError(f"it divides a table of {shape[0]} rows into {segments}")
+    names = found.module, found.sorted_ids, found.rows_of_ids
+    if not all(isinstance(name, str) for name in names) or not isinstance(found.is_hashed, bool):
+        raise TypeError(f"its raw_ids are {found}")
+    return found
 
 
 def _integers(values: Any, count: int) -> tuple[int, ...]:
@@ -299,6 +331,10 @@ def _take(entry: dict[str, Any], batch: pa.RecordBatch, found: CutFile) -> None:
     if not are_distinct(rows):
         raise ValueError(f"{entry['name']} has a row twice")
     values = values.reshape(len(rows), num_columns)
+    if entry["field"] in (RAW_ID, EVICTED_ID):
+        described = found.header.raw_ids is not None and entry["name"] in found.header.raw_ids
+        if not described or dtype != torch.int64 or num_columns != 1 or num_all_columns != 1:
+            raise ValueError(f"{entry['name']} has no such {entry['field']}")
     found.rows.append(Rows(entry["name"], entry["field"], (num_rows, num_all_columns), first_column, rows, values))
 
 

@@ -18,9 +18,23 @@ from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
 from ...tables import ShardedStateNames, num_fused_writes, sharded_modules
 from ...updated_rows import TouchedRows
-from ..files import WEIGHT, Columns, FileError, FileName, Header, decode, encode_pieces, parse_names, read_header
+from ..files import (
+    PLAIN,
+    SCHEMA,
+    WEIGHT,
+    Columns,
+    FileError,
+    FileName,
+    Header,
+    RawIds,
+    decode,
+    encode_pieces,
+    parse_names,
+    read_header,
+)
 from ..sinks import DeltaSink, check_sink, resolve_sink
 from .cuts import Cut, DenseSource, base_files, columns_of_states, merged_rows
+from .raw_ids import IdSource
 from .writer import CutWriter
 
 FAILED, BUSY, READY = range(3)  # states of a rank's writer; all ranks act on the lowest state
@@ -84,6 +98,7 @@ class EmbeddingDeltas(Callback):
         self._run_sends_dense = False  # whether replicas have a dense part of this run
         self._restored: dict[str, Any] | None = None  # from the checkpoint that the next fit resumes from
         self._columns: list[Columns] | None = None  # `columns_of_states`; None: no states are sent
+        self._raw_ids: Any = None  # how ids get rows, in tables under managed collisions; None: there are none
         self._acknowledged: tuple[int, int] | None = None  # the newest cut known to be written on all ranks
         self.run: str | None = None
         """Identifies the training, over all of its resumes; None before the first fit."""
@@ -130,16 +145,19 @@ class EmbeddingDeltas(Callback):
             )
         self._strategy = strategy
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
-        self._touched = touched = TouchedRows(pl_module, access, rank=strategy.global_rank, states=self._states)
+        self._touched = touched = TouchedRows(
+            pl_module, access, rank=strategy.global_rank, states=self._states, with_raw_ids=True
+        )
         self._is_sending = True
         dense: dict[str, Tensor] = {}
         if self._sends_dense and not strategy.global_rank:
             sharded, state = ShardedStateNames(pl_module), pl_module.state_dict(keep_vars=True)
             dense = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in sharded}
-        self._dense = DenseSource(dense, touched.dense)
+        self._dense = DenseSource(dense, touched.dense, IdSource(pl_module))
         shapes = {field.shard.name: field.shard.shape for field in (*touched.fields, *touched.dense)}
         of_ranks = strategy.gather((shapes, columns_of_states(touched.fields)))
         self._tables = {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}
+        self._raw_ids = _plain(self._dense.ids.described)
         self._columns = sorted({one for _, columns in of_ranks for one in columns}) if self._states else None
         self._last = self._step  # the step of the newest cut
         self._together(lambda: self._writer.call("check", lambda: check_sink(self._sink)))
@@ -188,7 +206,8 @@ class EmbeddingDeltas(Callback):
 
     def _mark_to_resend(self, known: Sequence[FileName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
         """Mark the rows that replicas may have with other values than at the returned cut; None if unknown."""
-        is_other = restored is None or (restored["writes"], restored.get("columns")) != (self._writes, self._columns)
+        now = self._writes, self._columns, self._raw_ids
+        is_other = restored is None or tuple(map(restored.get, ("writes", "columns", "raw_ids"))) != now
         if self._strategy.any_rank(is_other) or restored is None:
             return None
         acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
@@ -249,6 +268,8 @@ class EmbeddingDeltas(Callback):
             epoch=epoch,
             batch=batch,
             row_wise=self._columns,
+            raw_ids=self._dense.ids.described,
+            schema=PLAIN if self._dense.ids.described is None else SCHEMA,
         )
 
     @property
@@ -356,7 +377,7 @@ class EmbeddingDeltas(Callback):
         self._writer.wait()
         self._together(lambda: None, self._writer.error)
         changed = self._is_rewritten
-        left = self._step != self._last or bool(self._touched.most) or changed
+        left = self._step != self._last or bool(self._touched.most) or changed or self._dense.ids.is_changed
         is_void = self._strategy.any_rank(self._is_void)
         if self._strategy.any_rank(left) or is_void:
             after = (self.generation, self._last)
@@ -399,6 +420,7 @@ class EmbeddingDeltas(Callback):
             "rows": rows,
             "whole": sorted(whole),
             "columns": self._columns,
+            "raw_ids": self._raw_ids,
             "dense": self._run_sends_dense,
             "acknowledged": None if acknowledged is None else list(acknowledged),
         }
@@ -414,6 +436,11 @@ class EmbeddingDeltas(Callback):
         self._restored = state_dict | {"writes": sum(sum(num_fused_writes(module)) for module in modules)}
 
 
+def _plain(raw_ids: dict[str, RawIds] | None) -> dict[str, dict[str, Any]] | None:
+    """Return what checkpoints can hold and compare."""
+    return None if raw_ids is None else {table: dict(vars(one)) for table, one in raw_ids.items()}
+
+
 def state_after(header: Header, *, sends_dense: bool) -> dict[str, Any]:
     """Return the `state_dict` of an `EmbeddingDeltas` whose run has nothing to send beside the cut of a header."""
     return {
@@ -422,6 +449,7 @@ def state_after(header: Header, *, sends_dense: bool) -> dict[str, Any]:
         "rows": {},
         "whole": [],
         "columns": header.row_wise,
+        "raw_ids": _plain(header.raw_ids),
         "dense": sends_dense,
         "acknowledged": [header.generation, header.step],
     }

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ...updated_rows import Field, RowCopy, to_host
-from ..files import WEIGHT, Columns, Dense, Header, Piece, Rows, encode_pieces
+from ..files import RAW_ID, WEIGHT, Columns, Dense, Header, Piece, Rows, encode_pieces
+from .raw_ids import IdsCopy, IdSource
 
 FILE_BYTES = 5 << 20  # most bytes of rows in a file; larger files do not fit a core's cache and are slower
 WINDOW_BYTES = 64 << 20  # most bytes of values in a file of a base
+_ID_BYTES = 16  # of a row's number and raw id
 
-DenseCopy: TypeAlias = tuple[list[Tensor], torch.cuda.Event | None]  # copies, complete after the event (CUDA)
+DenseCopy: TypeAlias = tuple[list[Tensor], IdsCopy, torch.cuda.Event | None]  # complete after the event (CUDA)
 
 T = TypeVar("T")
 
@@ -31,25 +33,26 @@ def rows_of(field: Field, rows_N: Tensor, values_ND: Tensor) -> Rows:
 
 
 class DenseSource:
-    """Tensors without marks on rows: the dense part by name, and tables that are not fused."""
+    """Tensors without marks on rows: the dense part by name, tables that are not fused, and raw ids."""
 
-    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field]) -> None:
-        self._tensors, self._tables = tensors, tables
+    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[Field], ids: IdSource) -> None:
+        self._tensors, self._tables, self.ids = tensors, tables, ids
         self._sent: Sequence[Tensor | None] = [None] * len(tables)
 
     def copy(self) -> DenseCopy:
         """Begin to copy all tensors; on a device on the current stream, without waiting."""
         now = [*self._tensors.values(), *(field.values_RD for field in self._tables)]
-        copies = [to_host(tensor.detach()) for tensor in now]
-        if not any(tensor.is_cuda for tensor in now):
-            return copies, None
+        copies, ids = [to_host(tensor.detach()) for tensor in now], self.ids.copy()
+        of_ids = (one for pair in ids if pair is not None for one in pair)
+        if not any(tensor.is_cuda for tensor in now) and not any(one.is_pinned() for one in of_ids):
+            return copies, ids, None
         copied = torch.cuda.Event()
         copied.record()
-        return copies, copied
+        return copies, ids, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
-        """Return the rows of tables that changed since the last call's copy, and the dense part."""
-        copies, copied = copy
+        """Return the rows of tables and raw ids that changed since the last call's copy, and the dense part."""
+        copies, ids, copied = copy
         if copied is not None:
             copied.synchronize()
         dense = [Dense(name, value) for name, value in zip(self._tensors, copies, strict=False)]
@@ -62,11 +65,12 @@ class DenseSource:
             if len(changed_N):
                 rows.append(rows_of(field, field.numbers(changed_N), now_RD.index_select(0, changed_N)))
         self._sent = tables
-        return rows, dense
+        return [*self.ids.rows(ids), *rows], dense
 
     def forget(self) -> None:
         """Forget the last call's copy, so that all rows count as changed."""
         self._sent = [None] * len(self._tables)
+        self.ids.forget()
 
 
 class Cut:
@@ -93,8 +97,7 @@ class Cut:
         packs = packed(sized, FILE_BYTES) or [[]]
         for number, pack in enumerate(packs):
             header = replace(self.header, chunk=number, num_chunks=len(packs))
-            rows = [replace(one, rows=one.rows[first:end], values=one.values[first:end]) for one, first, end in pack]
-            yield str(header.name), encode_pieces(header, rows, () if number else dense)
+            yield str(header.name), encode_pieces(header, _parts(pack), () if number else dense)
         with self._lock:  # give the memory of the values to the next cut
             self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in entries]
             self._copies = None
@@ -111,7 +114,8 @@ class Cut:
 def base_files(header: Header, fields: Sequence[Field], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the name and content of each file of a base; reads the tables file by file, `source` in the last."""
     plan = packed(((field, len(field.values_RD), _row_bytes(field.values_RD)) for field in fields), WINDOW_BYTES)
-    header = replace(header, num_chunks=len(plan) + 1)
+    num_of_ids = len(packed(((None, num, _ID_BYTES) for num in source.ids.sizes), WINDOW_BYTES))
+    header = replace(header, num_chunks=len(plan) + num_of_ids + 1)
     for pack in plan:
         rows = [
             rows_of(field, field.numbers(torch.arange(first, end)), field.values_RD[first:end].to("cpu", copy=True))
@@ -119,7 +123,16 @@ def base_files(header: Header, fields: Sequence[Field], source: DenseSource) -> 
         ]
         yield str(header.name), encode_pieces(header, rows)
         header = replace(header, chunk=header.chunk + 1)
-    yield str(header.name), encode_pieces(header, *source.entries(source.copy()))
+    found, dense = source.entries(source.copy())
+    of_ids = [one for one in found if one.field == RAW_ID]
+    for part in packed(((one, len(one.rows), _ID_BYTES) for one in of_ids), WINDOW_BYTES):
+        yield str(header.name), encode_pieces(header, _parts(part))
+        header = replace(header, chunk=header.chunk + 1)
+    yield str(header.name), encode_pieces(header, [one for one in found if one.field != RAW_ID], dense)
+
+
+def _parts(pack: Iterable[tuple[Rows, int, int]]) -> list[Rows]:
+    return [replace(one, rows=one.rows[first:end], values=one.values[first:end]) for one, first, end in pack]
 
 
 def packed(items: Iterable[tuple[T, int, int]], most_bytes: int) -> list[list[tuple[T, int, int]]]:

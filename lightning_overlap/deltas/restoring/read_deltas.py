@@ -79,7 +79,6 @@ def read_deltas(address: str, trainer: Trainer) -> dict[str, Any]:
             replica.update()
         if replica.position is None:
             raise CutError("the sink has no whole cut, and no base of every rank: its first cut was not finished.")
-        tables.finish()
         return tables
 
     names = gather_objects(on_all_ranks(list_files), group)[0]
@@ -89,6 +88,8 @@ def read_deltas(address: str, trainer: Trainer) -> dict[str, Any]:
             "EmbeddingDeltas had, after deltas://."
         )
     tables = on_all_ranks(partial(read, names))
+    tables.place_ids(group)
+    on_all_ranks(tables.finish)
     header = tables.header
     assert header is not None
     without_state = set().union(*gather_objects(tables.without_state, group))
@@ -143,6 +144,11 @@ def _what_is_there(shown: str, header: Header, tables: ShardTables, without_stat
         lacks.append(
             "the fused optimizer's state, which begins anew (EmbeddingDeltas(optimizer_state=True) sends it), of "
             f"{some(sorted(without_state))}"
+        )
+    if header.raw_ids is not None:
+        lacks.append(
+            "what eviction policies know of ids, and the ids seen since the last eviction: each known id counts as "
+            f"seen once, now ({some(sorted(one.module for one in header.raw_ids.values()))})"
         )
     if header.num_pending:
         lacks.append(f"the updates of the tables by the last {header.num_pending} batches")

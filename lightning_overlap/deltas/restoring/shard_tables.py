@@ -4,11 +4,27 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...checkpoint import ITERATION, KERNEL_KINDS, Loading, Piece, StateKey, Window, fused_state, local_parts
+from ...checkpoint import (
+    ITERATION,
+    KERNEL_KINDS,
+    Loading,
+    Move,
+    Piece,
+    StateKey,
+    Window,
+    counting_modules,
+    fused_state,
+    local_parts,
+    move_ids,
+    weight_of,
+)
+from ...compat.torchrec import SEGMENTS, first_row, hash_of, set_known_ids
+from ...distributed import Group
 from ...tables import ShardedStateNames, kernel_shards, table_names
-from ..files import WEIGHT, CutFile, Header, Rows
+from ..files import EVICTED_ID, NO_ID, RAW_ID, WEIGHT, CutFile, Header, Rows
 from ..serving import Tables, TablesError, write_rows
 
+_NO_STATE = (WEIGHT, RAW_ID, EVICTED_ID)
 _OTHER = "Pass a sink of the same module's training."
 
 
@@ -21,7 +37,7 @@ class ShardTables(Tables):
     whose = "this module"
 
     def __init__(self, model: nn.Module, *, states: bool, strict: bool) -> None:
-        kernel_shards(model)  # raises the ValueError
+        kernel_shards(model, with_raw_ids=True)  # raises the ValueError
         self.state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
         self._model, self._is_strict = model, strict
         sharded = ShardedStateNames(model)
@@ -44,6 +60,7 @@ class ShardTables(Tables):
         self._listed: set[StateKey] = set()  # the state in the files of the base that was checked
         self._known: set[StateKey] = set()  # the state in the base that was written
         self._loading: Loading | None = None
+        self._managed = {weight_of(model, name): (name, one) for name, one in counting_modules(model).items()}
 
     @override
     def check_header(self, header: Header) -> None:
@@ -53,12 +70,25 @@ class ShardTables(Tables):
                 f"the run {header.run!r} has other tables than this module. Of the run: {_shapes(sent)}. Of this "
                 f"module: {_shapes(here)}. {_OTHER}"
             )
+        for table, (name, module) in self._managed.items():
+            how, own = (header.raw_ids or {}).get(table), hash_of(module)
+            of_run = None if how is None else (how.hash_size, how.is_hashed)
+            if of_run != own:
+                raise TablesError(
+                    f"{name} gives rows to ids of {table}, with (input_hash_size, has an input_hash_func) = {own}; in "
+                    f"the run {header.run!r} this is {of_run}. {_OTHER}"
+                )
+        if unmanaged := sorted((header.raw_ids or {}).keys() - self._managed.keys()):
+            raise TablesError(
+                f"the run {header.run!r} has managed collisions for {', '.join(unmanaged)}, this module has none. "
+                f"{_OTHER}"
+            )
         self.header = header
 
     @override
     def check(self, file: CutFile, name: str, *, begins: bool) -> None:
         super().check(file, name, begins=begins)
-        keys = {self._key(entry, file.header) for entry in file.rows if entry.field != WEIGHT}
+        keys = {self._key(entry, file.header) for entry in file.rows if entry.field not in _NO_STATE}
         if begins:
             self._listed |= keys
         elif unknown := keys - self._known:
@@ -97,12 +127,31 @@ class ShardTables(Tables):
         for entry in file.rows:
             if entry.field == WEIGHT:
                 _write_part(self.state_dict[entry.table], entry)
-            elif (piece := pieces.get(str(self._key(entry, file.header)))) is not None:
+            elif entry.field not in _NO_STATE and (piece := pieces.get(str(self._key(entry, file.header)))) is not None:
                 _write_part(piece, entry)
         for tensor in file.dense:
             self.sent_dense.add(tensor.name)
             if tensor.name in self._dense:
                 self.state_dict[tensor.name].copy_(tensor.value)
+
+    def place_ids(self, group: Group) -> None:
+        """Give the raw ids to the modules of the ranks that look them up now, with their rows; all ranks call this."""
+        assert self.header is not None
+        segments: dict[str, Tensor] = {}
+        for table, (name, module) in self._managed.items():
+            known = self.known[table]
+            first, own = first_row(module), module.get_buffer(SEGMENTS)
+            rows = torch.arange(first, min(first + module.output_size(), len(known.id_of_row)))
+            ids = known.id_of_row[rows]
+            set_known_ids(module, ids[ids != NO_ID], rows[ids != NO_ID], self.header.step)
+            segments[name] = torch.full_like(own, -1, device="cpu")
+            segments[name][: len(known.described.segments)] = torch.tensor(known.described.segments)
+        for move in move_ids(self._model, segments, group):
+            self._apply(move)
+
+    def _apply(self, move: Move) -> None:
+        move.apply({move.weight: self.state_dict[move.weight]}, of_optimizers=False)
+        move.apply({} if self._loading is None else self._loading.pieces, of_optimizers=True)
 
     def finish(self) -> None:
         """Write what is left of the state into the kernels; raise a TablesError if dense tensors were not sent."""

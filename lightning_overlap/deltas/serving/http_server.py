@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ...text import check_known
 from .replica import Replica, ReplicaError
 
 MOST_BYTES = 4 << 20  # of a request
@@ -30,9 +29,10 @@ class ReplicaServer(ThreadingHTTPServer):
     """Serves a replica's tables until it is closed, without authentication; each answer is of one step.
 
     `GET /step` returns run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
-    "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request gets status
-    400, a replica without tables or with an error 503, both with `{"error": ...}`. Port 0 chooses a free `port`; an
-    OSError says that the port is not available. `replica.follow()` keeps the tables up to date.
+    "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`; of a table under managed
+    collisions the ids are raw ids, and `"known": [true, ...]` says which of them have a row of their own. A wrong
+    request gets status 400, a replica without tables or with an error 503, both with `{"error": ...}`. Port 0 chooses
+    a free `port`; an OSError says that the port is not available. `replica.follow()` keeps the tables up to date.
 
     A request may have `most_ids` ids and 4 MiB. 64 threads answer; further clients wait. A connection is closed
     after a request, after 10 s in which its client sends or takes nothing, and after a minute.
@@ -159,11 +159,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError('a request must be {"table": name, "ids": [integers]}')
         if len(ids) > self.server.most_ids:
             raise ValueError(f"a request must have at most {self.server.most_ids} ids, got {len(ids)}")
-        with self.server.replica.reading() as position:
-            tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
-            check_known("table", table, tables)
-            rows = tables[table].detach()
-            if wrong := [each for each in ids if not 0 <= each < len(rows)]:
-                raise ValueError(f"{table} has rows 0 to {len(rows) - 1}, got {wrong[0]}")
-            found = rows[torch.tensor(ids, dtype=torch.int64, device=rows.device)].cpu()
-        return {"generation": position.generation, "step": position.step, "rows": found.tolist()}
+        if wrong := [each for each in ids if not -(1 << 63) <= each < 1 << 63]:
+            raise ValueError(f"ids are 64-bit integers, got {wrong[0]}")
+        replica = self.server.replica
+        with replica.reading() as position:
+            found, known = replica.look_up(table, torch.tensor(ids, dtype=torch.int64))
+            of_raw_ids = {"known": known.tolist()} if table in replica.raw_ids else {}
+        return {"generation": position.generation, "step": position.step, "rows": found.cpu().tolist(), **of_raw_ids}

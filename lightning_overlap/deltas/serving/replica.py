@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ...text import check_known
 from ..files import (
     TRAILER_SIZE,
     WEIGHT,
@@ -23,16 +24,20 @@ from ..files import (
     FileName,
     Head,
     Move,
+    RawIds,
     SealedFile,
     as_words,
     check_seal,
     file_of,
 )
 from ..sinks import DeltaSink, resolve_sink, write_whole
-from .served_tables import CoveredRows, ServedTables, Tables
+from .covered_rows import CoveredRows
+from .raw_ids import ComingIds, KnownIds
+from .served_tables import ServedTables, Tables
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
+_WITH_RAW_IDS = "embedding_deltas.replica.2"
 _MOST_TIMES = 3  # how often an update may reach one cut, as files may be rewritten; more is an endless loop
 
 
@@ -168,6 +173,37 @@ class Replica(AbstractContextManager["Replica"]):
         """Return the tables and dense tensors, without copies, by names in the LightningModule's `state_dict`."""
         return dict(self._tables.tensors)
 
+    @property
+    def raw_ids(self) -> dict[str, Tensor]:
+        """Table -> the raw id that each of its rows stands for, `(rows,)`, int64, `NO_ID` for none; do not write them.
+
+        Only tables under managed collisions are there.
+        """
+        return {table: one.id_of_row for table, one in self._tables.known.items()}
+
+    def look_up(self, table: str, ids: Tensor, *, hashed: bool = False) -> tuple[Tensor, Tensor]:
+        """Return copies of the rows of ids, `(N, columns)`, on the table's device, and which ids are known, `(N,)`.
+
+        `ids`, `(N,)`, integers on the host, are raw ids in a table under managed collisions; an unknown or evicted one
+        gets the row that the trained module gives to it in evaluation. In another table they are row numbers.
+        `hashed`: the ids are those that the trained module's `input_hash_func` has returned, if it has one.
+
+        Raises a ReplicaError as `reading` does, and a ValueError for an unknown table, a row that the table has not, or
+        raw ids that have to be hashed.
+        """
+        with self.reading():
+            assert isinstance(self._tables, ServedTables)
+            check_known("table", table, {name for name, one in self._tables.tensors.items() if one.dim() == 2})
+            known = self._tables.known.get(table)
+            if known is not None and known.described.is_hashed and not hashed:
+                raise ValueError(
+                    f"the trained module maps ids of {table} by its input_hash_func before it gives them rows: pass "
+                    "what that function returns, with hashed=True, or call the module."
+                )
+            rows, is_known = self._tables.rows_of(table, ids)
+            tensor = self._tables.tensors[table].detach()
+            return tensor[rows.to(tensor.device)], is_known
+
     def update(self) -> int:
         """Apply every new whole cut in the sink; return their number.
 
@@ -246,12 +282,13 @@ class Replica(AbstractContextManager["Replica"]):
         """Write tables and position into a file, atomically; raise a ReplicaError before the first cut."""
         with self.reading(after_error=True) as position:
             content = {
-                "format": _FORMAT,
+                "format": _WITH_RAW_IDS if self._tables.known else _FORMAT,
                 "run": self.run,
                 "fit": self._chain.fit,
                 "position": tuple(position),
                 "tensors": {name: tensor.detach() for name, tensor in self._tables.tensors.items()},
                 "optimizer_state": self._tables.optimizer_state,
+                "raw_ids": {table: (vars(one.described), one.id_of_row) for table, one in self._tables.known.items()},
             }
             save_whole(content, Path(path))
 
@@ -263,10 +300,16 @@ class Replica(AbstractContextManager["Replica"]):
             raise
         except Exception as err:  # torch.load and pickle raise errors of many types
             raise ReplicaError(f"{path} is not a state of a replica: {type(err).__name__}: {err}") from err
-        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        if not isinstance(saved, dict) or saved.get("format") not in (_FORMAT, _WITH_RAW_IDS):
             raise ReplicaError(f"{path} is not a state of a replica: pass a file that `Replica.save` wrote.")
         assert isinstance(self._tables, ServedTables)
         self._tables.load(saved["tensors"], saved["optimizer_state"])
+        self._tables.set_known(
+            {
+                table: KnownIds.of(RawIds(**described), id_of_row)
+                for table, (described, id_of_row) in saved.get("raw_ids", {}).items()
+            }
+        )
         self.position = Position(*saved["position"])
         self._chain.run, self._chain.fit = saved["run"], saved.get("fit", "")
 
@@ -305,9 +348,12 @@ class Replica(AbstractContextManager["Replica"]):
         kept: dict[FileName, CutFile] = {}
         checksums: dict[FileName, bytes] = {}
         covered, size = CoveredRows(), 0
+        coming = ComingIds(self._tables.known, begins=move.is_base)
         for head, name in move.files:
             file, data = self._read(head, name)
             self._tables.check(file, str(name), begins=move.is_base)
+            for entry in file.rows:
+                coming.add(entry)
             if file.header.is_base:
                 for entry in file.rows:
                     if entry.field == WEIGHT:
@@ -318,6 +364,7 @@ class Replica(AbstractContextManager["Replica"]):
                 kept[name] = file
         if move.is_base:
             covered.check(header)
+        known = coming.known(header)
         with self._lock.writing():
             try:
                 if move.is_base:
@@ -330,6 +377,7 @@ class Replica(AbstractContextManager["Replica"]):
                         if data[-TRAILER_SIZE:] != checksums[name]:
                             raise FileError(f"{name} was rewritten with other content while it was applied.")
                     self._tables.write(file)
+                self._tables.set_known(known)
                 self._tables.wait_written()
             except BaseException as err:
                 self.position, self._torn = None, err

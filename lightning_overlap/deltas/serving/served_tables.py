@@ -2,23 +2,19 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..files import WEIGHT, CutFile, Header, Rows
+from ..files import EVICTED_ID, RAW_ID, WEIGHT, CutFile, Header, Rows
+from .covered_rows import TablesError
+from .raw_ids import KnownIds, Remap, rows_of
 
 _TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")  # a table's weight in TorchRec's collections
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class TablesError(ValueError):
-    """A file does not fit the tables of a replica."""
 
 
 class Tables(ABC):
@@ -30,6 +26,8 @@ class Tables(ABC):
     def __init__(self, tensors: dict[str, Tensor], *, keeps_state: bool) -> None:
         self.tensors, self._keeps_state = tensors, keeps_state
         self.optimizer_state: dict[str, dict[str, Tensor]] = {}
+        self.known: dict[str, KnownIds] = {}
+        """Table -> the raw ids of its rows, of tables under managed collisions."""
 
     @abstractmethod
     def check_header(self, header: Header) -> None:
@@ -54,6 +52,10 @@ class Tables(ABC):
     def write(self, file: CutFile) -> None:
         """Write a checked file."""
 
+    def set_known(self, known: dict[str, KnownIds]) -> None:
+        """Take the raw ids of a move, whose files have been written."""
+        self.known = known
+
     def wait_written(self) -> None:
         """Wait until the device has written everything, since readers' streams do not wait for this stream."""
         for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
@@ -64,8 +66,8 @@ class Tables(ABC):
             raise TablesError(
                 f"{name} has rows of {entry.table}, which its header does not list: {', '.join(header.tables)}."
             )
-        is_weight = entry.field == WEIGHT
-        if not is_weight and not self._keeps_state:
+        is_weight, is_id = entry.field == WEIGHT, entry.field in (RAW_ID, EVICTED_ID)
+        if not is_weight and not is_id and not self._keeps_state:
             return
         what, shape = entry.table if is_weight else f"{entry.table} ({entry.field})", header.tables[entry.table]
         fits = (
@@ -82,6 +84,8 @@ class Tables(ABC):
         have, advice = self.tensors.get(entry.table), "use tables of the same shape and dtype"
         if have is None and not begins:
             raise TablesError(f"{name} has rows of {entry.table}, of which {self.whose} has had no base.")
+        if is_id:
+            return
         if not is_weight:
             have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
             advice = "a change of shape or dtype needs a base first"
@@ -113,6 +117,7 @@ class ServedTables(Tables):
     def check_header(self, header: Header) -> None:
         if self._makes:
             return
+        self._check_managed(header)
         if self._module is not None:  # it may have been moved to another device
             self.tensors = _plain(self._module.state_dict())
         sent = header.tables
@@ -145,6 +150,8 @@ class ServedTables(Tables):
     def write(self, file: CutFile) -> None:
         for entry in file.rows:
             tensors, name = self.tensors, entry.table
+            if entry.field in (RAW_ID, EVICTED_ID):
+                continue
             if entry.field != WEIGHT:
                 if not self._keeps_state:
                     continue
@@ -157,6 +164,56 @@ class ServedTables(Tables):
                 self.tensors[tensor.name] = tensor.value
             elif tensor.name in self.tensors:
                 self.tensors[tensor.name].copy_(tensor.value)
+
+    def _check_managed(self, header: Header) -> None:
+        """Raise a TablesError if a module gives ids rows in another way than the trained one."""
+        described = header.raw_ids or {}
+        if self._module is None:
+            return
+        buffers = dict(self._module.named_buffers())
+        for table, one in described.items():
+            module = dict(self._module.named_modules()).get(one.module)
+            like = (one.segments[-1],), torch.int64
+            found = [buffers.get(name) for name in (one.sorted_ids, one.rows_of_ids)]
+            if module is None or any(value is None or (tuple(value.shape), value.dtype) != like for value in found):
+                raise TablesError(
+                    f"the run {header.run!r} has {table} under managed collisions by {one.module}, which this "
+                    "replica's module lacks, or has of another size: use the trained module."
+                )
+            hash_size = getattr(module, "input_size", int)()
+            if hash_size != one.hash_size:
+                raise TablesError(
+                    f"{one.module} has input_hash_size={hash_size}, and {one.hash_size} in the run {header.run!r}: use "
+                    "the trained module."
+                )
+
+    @override
+    @torch.no_grad()
+    def set_known(self, known: dict[str, KnownIds]) -> None:
+        for table, one in known.items():
+            if self._module is not None:
+                managed = self._module.get_submodule(one.described.module)
+                vars(managed)["remap"] = Remap(managed, one.described)
+            if self.known.get(table) is one:
+                continue
+            for name, values in (
+                (one.described.sorted_ids, one.sorted_ids),
+                (one.described.rows_of_ids, one.rows_of_ids),
+            ):
+                if name in self.tensors:
+                    self.tensors[name].copy_(values)
+        super().set_known(known)
+
+    def rows_of(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of each id, `(N,)`, int64, on the host, and whether it is known; row numbers are ids else."""
+        known = self.known.get(table)
+        num_rows = len(self.tensors[table])
+        if known is not None:
+            return rows_of(ids, known.sorted_ids, known.rows_of_ids, known.described)
+        is_row = (ids >= 0) & (ids < num_rows)
+        if not is_row.all():
+            raise ValueError(f"{table} has rows 0 to {num_rows - 1}, got {int(ids[~is_row][0])}")
+        return ids, is_row
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
@@ -174,52 +231,6 @@ class ServedTables(Tables):
     def _tables(self) -> set[str]:
         names = self.tensors.keys() | self._not_plain
         return names if self._module is None else set(filter(_TABLE.fullmatch, names))
-
-
-class Runs(NamedTuple):
-    """Runs of consecutive rows that bases have of some columns of a table."""
-
-    columns: range
-    firsts: Tensor  # `(num_runs,)`, int64
-    ends: Tensor  # `(num_runs,)`, int64; each is past the last row of its run
-
-
-class CoveredRows:
-    """Which rows the bases of a cut have; holds the ends of runs of rows, and no table of the header's size."""
-
-    def __init__(self) -> None:
-        self._runs: defaultdict[str, list[Runs]] = defaultdict(list)
-
-    def add(self, entry: Rows) -> None:
-        """Note the rows of a weight; they are distinct."""
-        rows = entry.rows
-        if not len(rows):
-            return
-        if not (rows[1:] > rows[:-1]).all():
-            rows = rows.sort().values
-        breaks = (rows.diff() != 1).nonzero().squeeze(1)
-        firsts, ends = torch.cat([rows[:1], rows[breaks + 1]]), torch.cat([rows[breaks], rows[-1:]]) + 1
-        columns = range(entry.first_column, entry.first_column + entry.values.shape[1])
-        self._runs[entry.table].append(Runs(columns, firsts, ends))
-
-    def check(self, header: Header) -> None:
-        """Raise a TablesError unless every row of every table of the header is there once, in all columns."""
-        of_bases = f"the bases of generation {header.generation}, step {header.step}"
-        for table, shape in header.tables.items():
-            runs = self._runs[table]
-            num_found = sum(int((one.ends - one.firsts).sum()) * len(one.columns) for one in runs)
-            if num_found != prod(shape):
-                raise TablesError(
-                    f"{of_bases} have {num_found} values of {table}, which needs {prod(shape)}. Do all files come from "
-                    "one training?"
-                )
-            # As many values as there are to be: if none is there twice, none is missing.
-            for column in {one.columns.start for one in runs}:
-                there = [one for one in runs if column in one.columns]
-                firsts, order = torch.cat([one.firsts for one in there]).sort()
-                ends = torch.cat([one.ends for one in there])[order]
-                if (firsts[1:] < ends[:-1]).any():
-                    raise TablesError(f"{of_bases} have some rows of {table} twice, and so lack others.")
 
 
 def write_rows(table: Tensor, rows_N: Tensor, first_column: int, values_ND: Tensor) -> None:
