@@ -20,7 +20,8 @@ class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
     """One batch of a click model, on one device."""
 
     dense: Tensor  # `(B, D)`, float32
-    sparse: KeyedJaggedTensor  # ids of `F` features with `B` bags each; values `(V,)`, lengths `(F * B,)`, both int64
+    # Ids of `F` features, `B` bags each: values `(V,)`, lengths `(F * B,)`, int64; perhaps weights `(V,)`, float32.
+    sparse: KeyedJaggedTensor
     labels: Tensor  # 0 or 1, `(B,)`, float32
 
     def __len__(self) -> int:
@@ -50,6 +51,7 @@ def collate_batch(
     values_V: NDArray[Any],
     lengths_FB: NDArray[Any],
     labels_B: NDArray[Any],
+    weights_V: NDArray[Any] | None = None,
 ) -> RecBatch:
     """Return a batch from host arrays; computes the KJT's lengths per key, so that later reads need no sync.
 
@@ -59,17 +61,20 @@ def collate_batch(
         values_V: Ids, feature by feature and bag by bag, `(sum(lengths),)`, integer.
         lengths_FB: Bag sizes, `(F, B)`, integer; 0 is an empty bag.
         labels_B: 0 or 1, `(B,)`.
+        weights_V: Weights of the ids, `(sum(lengths),)`, any real dtype; None: ids without weights.
 
     Raises:
         ValueError: The shapes do not match.
     """
     num_features, batch_size, num_values = len(features), len(labels_B), int(lengths_FB.sum())
     got = lengths_FB.shape, len(dense_BD), len(values_V)
-    if got != ((num_features, batch_size), batch_size, num_values):
+    num_weights = num_values if weights_V is None else len(weights_V)
+    if (*got, num_weights) != ((num_features, batch_size), batch_size, num_values, num_values):
         raise ValueError(
             f"A batch of {batch_size} labels and {num_features} features needs lengths of shape ({num_features}, "
             f"{batch_size}), {batch_size} dense rows, and {num_values} values, the sum of the lengths.\n"
-            f"  got: dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}\n"
+            f"  got: dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}"
+            f"{'' if weights_V is None else f', weights {weights_V.shape}'}\n"
             "  Pass one row of lengths per feature, one dense row per label, and one value per id in a bag."
         )
 
@@ -77,7 +82,8 @@ def collate_batch(
         return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
 
     values, lengths = tensor(values_V, np.int64), tensor(lengths_FB, np.int64).reshape(-1)
-    sparse = KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths, stride=batch_size)
+    weights = None if weights_V is None else tensor(weights_V, np.float32)
+    sparse = KeyedJaggedTensor(list(features), values, weights, lengths, stride=batch_size)
     return RecBatch(tensor(dense_BD, np.float32), sparse.sync(), tensor(labels_B, np.float32))
 
 

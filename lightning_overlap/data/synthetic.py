@@ -28,6 +28,7 @@ class ClickModel:
     pooling: float
     zipf_skew: float
     seed: int
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         weights_D = np.random.default_rng([self.seed, _HIDDEN_MODEL]).standard_normal(self.num_dense)
@@ -47,7 +48,8 @@ class ClickModel:
         values_V = self._draw_ids(feature_V, rng)
         logits_B = self.logits(dense_BD, feature_V, values_V, lengths_FB)
         labels_B = rng.random(batch_size) < 1 / (1 + np.exp(-logits_B))
-        return collate_batch(list(self.table_sizes), dense_BD, values_V, lengths_FB, labels_B)
+        weights_V = rng.random(len(values_V)) if self.weighted else None
+        return collate_batch(list(self.table_sizes), dense_BD, values_V, lengths_FB, labels_B, weights_V)
 
     def logits(
         self, dense_BD: NDArray[Any], feature_V: NDArray[Any], values_V: NDArray[Any], lengths_FB: NDArray[Any]
@@ -99,6 +101,7 @@ class SyntheticDataModule(RecDataModule):
         seed: Non-negative.
         num_workers, persistent_workers: As for `RecDataModule`.
         rows_of: Rows of single tables, by name, that differ from `rows_per_table`.
+        weighted: Give every id a weight, between 0 and 1, which no label depends on.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class SyntheticDataModule(RecDataModule):
         num_workers: int = 0,
         persistent_workers: bool = True,
         rows_of: Mapping[str, int] | None = None,
+        weighted: bool = False,
     ) -> None:
         super().__init__(batch_size, num_workers, persistent_workers)
         check_at_least(1, num_tables=num_tables, num_dense=num_dense, num_batches=num_batches)
@@ -125,7 +129,7 @@ class SyntheticDataModule(RecDataModule):
         rows_of = {str(name): int(num_rows) for name, num_rows in (rows_of or {}).items()}
         check_tables("rows_of", rows_of, list(self.table_sizes))
         self.table_sizes |= rows_of
-        self.model = ClickModel(self.table_sizes, num_dense, pooling, zipf_skew, seed)
+        self.model = ClickModel(self.table_sizes, num_dense, pooling, zipf_skew, seed, weighted)
         self.num_dense = num_dense
         self.num_batches = {"train": num_batches, "val": num_val_batches, "test": num_test_batches}
 

@@ -104,6 +104,7 @@ class DLRM(LightningModule):
         table_learning_rate: Learning rate of the fused optimizer. None: no fused optimizer is applied, which leaves the
             tables to the strategy or the dense optimizer.
         table_device: Device on which the tables are built.
+        weighted: Multiply each row by the weight of its id, which every id of a batch then has to have.
 
     Raises:
         ValueError: There is no table, row, dense feature or column, or `fused_optimizer` is unknown or lacks
@@ -123,6 +124,7 @@ class DLRM(LightningModule):
         fused_optimizer: str | None = None,
         table_learning_rate: float | None = None,
         table_device: str | torch.device = "meta",
+        weighted: bool = False,
     ) -> None:
         super().__init__()
         if not table_sizes or min(table_sizes.values()) < 1 or num_dense < 1 or embedding_dim < 1:
@@ -148,6 +150,7 @@ class DLRM(LightningModule):
                 **{"table_sizes": table_sizes, "num_dense": num_dense, "embedding_dim": embedding_dim},
                 **{"bottom_layers": bottom_layers, "top_layers": top_layers, "learning_rate": learning_rate},
                 **{"fused_optimizer": fused_optimizer, "table_learning_rate": table_learning_rate},
+                "weighted": weighted,
             }
         )
         self.features = list(table_sizes)
@@ -168,7 +171,7 @@ class DLRM(LightningModule):
             num_rows, bound = sizes[name], 1 / math.sqrt(sizes[name])  # the default would depend on a shard's rows
             init_fn = partial(nn.init.uniform_, a=-bound, b=bound)
             tables.append(EmbeddingBagConfig(num_rows, dim, name=name, feature_names=[name], init_fn=init_fn))
-        self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
+        self.ebc = EmbeddingBagCollection(tables, self.hparams["weighted"], torch.device(table_device))
         if rate is not None:
             fused = FUSED_OPTIMIZERS[self.hparams["fused_optimizer"] or "rowwise_adagrad"]
             with warnings.catch_warnings():

@@ -22,7 +22,7 @@ class SparseNN(DLRM):
         embedding_dim: Columns of every table that `embedding_dim_of` does not name.
         over_layers: Widths of the over arch's hidden layers; a layer to one logit is added.
         learning_rate: Learning rate of SGD for dense parameters and for tables without a fused optimizer.
-        fused_optimizer, table_learning_rate, table_device: As for `DLRM`.
+        fused_optimizer, table_learning_rate, table_device, weighted: As for `DLRM`.
         embedding_dim_of: Columns of single tables, by name.
         dense_layers: Widths of linear layers, without activations, that the dense features pass first.
         swish_layer_norm: Follow each hidden layer by `x * sigmoid(LayerNorm(x))`, and not by a ReLU.
@@ -46,8 +46,9 @@ class SparseNN(DLRM):
         embedding_dim_of: Mapping[str, int] | None = None,
         dense_layers: Sequence[int] = (),
         swish_layer_norm: bool = False,
+        weighted: bool = False,
     ) -> None:
-        of_tables = fused_optimizer, table_learning_rate, table_device
+        of_tables = fused_optimizer, table_learning_rate, table_device, weighted
         super().__init__(table_sizes, num_dense, embedding_dim, (), (), learning_rate, *of_tables)
         del self.hparams["bottom_layers"], self.hparams["top_layers"]
         dim_of = {str(name): int(dim) for name, dim in (embedding_dim_of or {}).items()}

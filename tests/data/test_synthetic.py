@@ -189,3 +189,15 @@ def test_the_label_can_be_learned_from_dense_features_and_ids_together() -> None
     assert 0.6 < only_dense < both - 0.04
     assert 0.6 < only_ids < both - 0.04
     assert 0.2 < batch.labels.mean().item() < 0.45
+
+
+def test_weights_of_ids_are_drawn_last_and_change_nothing_else():
+    plain, weighted = SyntheticDataModule(**SMALL), SyntheticDataModule(**SMALL, weighted=True)
+    for left, right in zip(epoch_of(plain, 0), epoch_of(weighted, 0), strict=True):
+        assert same(left, right)
+        assert left.sparse.weights_or_none() is None
+        weights = right.sparse.weights()
+        assert (weights.dtype, weights.shape) == (torch.float32, right.sparse.values().shape)
+        assert 0 <= float(weights.min()) < float(weights.max()) < 1
+    with pytest.raises(ValueError, match=r"lengths \(1, 2\), weights \(1,\)"):
+        collate_batch(["a"], np.zeros((2, 1)), np.array([7, 8]), np.ones((1, 2), dtype=int), np.ones(2), np.ones(1))

@@ -44,3 +44,16 @@ def test_tables_of_other_widths_dense_layers_and_normalized_layers() -> None:
 def test_options_that_cannot_be_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model(**options)
+
+
+def test_rows_are_multiplied_by_the_weights_of_their_ids() -> None:
+    torch.manual_seed(0)
+    net = model(weighted=True, table_learning_rate=0.1)
+    weighted = SyntheticDataModule(num_tables=3, rows_per_table=[5, 7, 9], num_dense=2, batch_size=4, weighted=True)
+    batch = next(iter(weighted.train_dataloader()))
+    pooled = net.ebc(batch.sparse)["cat_1"]
+    table = net.ebc.embedding_bags["cat_1"].weight
+    part = batch.sparse["cat_1"]
+    rows = table[part.values()] * part.weights().unsqueeze(1)
+    bags = torch.repeat_interleave(torch.arange(4), part.lengths())
+    torch.testing.assert_close(pooled, torch.zeros(4, 8).index_add(0, bags, rows))
