@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from lightning_overlap import StreamName
-from lightning_overlap.runtime import leaves
+from lightning_overlap.runtime import Made, leaves
 from lightning_overlap.testing.checked_streams import CheckedStreams, tensors_of
 
 MIB = 1 << 20
@@ -135,6 +135,10 @@ class PooledStreams(CheckedStreams):
             live = self._live.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
             if live is not None and live.block.stream is not self[name]:
                 live.shared = True
+
+    @override
+    def _record_made(self, made: Made, name: StreamName) -> None:
+        self.record_stream(made.value, name)
 
     @override
     def begin_step(self) -> None:

@@ -1,10 +1,10 @@
 """Walk a schedule: batches in flight, streams and events, and when each row is run."""
 
 from .batch_memory import BatchMemory, allocates_batches
-from .batch_tree import Path, leaves, path_text, resolve
+from .batch_tree import Path, leaves, path_text, resolve, tensors_in
 from .flight import FetchedBatch, Flight, ModulePart, Rates
 from .interfaces import BatchSource, Observer, SparseStages, StageTimer
-from .streams import NOTHING, BatchCopies, CudaStreams, Made, Streams, make_streams, tensors_in
+from .streams import NOTHING, BatchCopies, CudaStreams, Made, Streams, make_streams
 from .table_access import TableAccess
 from .telemetry import Telemetry
 from .walker import Walker

@@ -39,6 +39,53 @@ def _collect(
                 _collect(child, (*path, step), is_leaf, above, found)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a nested value, each once, also those in attributes of its objects."""
+    return search(value)[0]
+
+
+def search(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """Return all tensors in a nested value, each once, and whether it surely holds no others.
+
+    Others may be where only an object's own methods find them: in a closure, or in an object without attributes.
+    Finds the tensors that `leaves` finds, without paths. A device's streams do this several times in a step, so it
+    calls no Python function for a node.
+    """
+    tensors, is_whole = [], True
+    found: dict[int, Any] = {}  # holds the nodes: a property's value could otherwise give its address to another one
+    to_search = [value]
+    while to_search:
+        node = to_search.pop()
+        cls = node.__class__
+        if cls in _ATOMS or id(node) in found:
+            continue
+        found[id(node)] = node
+        if isinstance(node, torch.Tensor):
+            tensors.append(node)
+            continue
+        parts = _parts_of(cls)
+        if callable(parts):
+            children = node.values() if parts is _ITEMS else node
+            if not _ATOMS.issuperset(map(type, children)):  # lists of names and numbers are long
+                to_search += children
+            is_whole = is_whole and (cls in _CONTAINERS or _is_known(cls))
+            continue
+        names = () if parts is None else parts
+        children = [child for name in names if (child := getattr(node, name, None)) is not None]
+        own = getattr(node, "__dict__", None)
+        if isinstance(parts, list) and own:
+            children += own.values()
+        to_search += children
+        is_whole = is_whole and (_is_known(cls) or (isinstance(parts, tuple) and (not own or own.keys() <= {*parts})))
+    return tensors, is_whole
+
+
+@lru_cache(maxsize=256)
+def _is_known(cls: type) -> bool:
+    """Whether objects of a class hold tensors in attributes only, or none at all."""
+    return cls.__module__.partition(".")[0] in ("torch", "torchrec") and not issubclass(cls, _NOT_SEARCHED)
+
+
 def resolve(batch: Any, path: Path) -> Any:
     """Follow a path of `leaves`; a LookupError if this batch has nothing there."""
     for kind, key in path:
@@ -78,7 +125,7 @@ def _parts_of(cls: type) -> Callable[[Any], Any] | Sequence[str] | None:
     if cls in _ATOMS:
         return None
     if issubclass(cls, Mapping):
-        return methodcaller("items")
+        return _ITEMS
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return tuple(cls._fields)
     if issubclass(cls, Sequence) and not issubclass(cls, (str, bytes)):
@@ -93,6 +140,8 @@ def _parts_of(cls: type) -> Callable[[Any], Any] | Sequence[str] | None:
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _NOT_SEARCHED = (type, ModuleType, *_FUNCTIONS, torch.nn.Module, Dataset, DataLoader)
 _ABSENT = object()
+_CONTAINERS = frozenset((list, tuple, dict))
+_ITEMS = methodcaller("items")
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
 

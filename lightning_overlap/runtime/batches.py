@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from ..distributed import MAX_INTERVAL, POLL_LAST, Consensus, Poll, PollInterval, StepFlags
-from ..schedules import Step
+from ..schedules import Step, StreamName
 from .flight import NO_RATES, FetchedBatch, Flight, Rates
 from .interfaces import BatchSource
 from .run_ahead import RunAhead
-from .streams import Streams
+from .streams import Made, Streams
 from .telemetry import Telemetry
 
 
@@ -83,7 +83,10 @@ class Batches:
             self._poll(number, lacks=False, latest_none=fetched.latest_none, rates=fetched.rates)
             telemetry.observe("issue", row.stage, number)
             flight = self.in_flight[number] = self._make_flight(number, fetched)
-            flight.issued[row.stage] = self._streams.made(flight.batch, row.stream)
+            # Other streams use it later, and would then wait for more than the copy.
+            copies_aside = row.stream is not StreamName.COMPUTE
+            made = self._streams.made if copies_aside else Made
+            flight.issued[row.stage] = made(flight.batch, row.stream)
             self.num_fetched += 1
             if self._consensus is not None:  # one batch a call: all ranks poll the same batches wherever data ends
                 return

@@ -97,7 +97,8 @@ class DeferredUpdates:
 
     def note_update(self) -> None:
         """Note that tables were updated on the lookup stream."""
-        self._updated = self._streams.record(self._streams.lookup)
+        if not self._streams.are_same(self._streams.lookup, StreamName.COMPUTE):
+            self._updated = self._streams.record(self._streams.lookup, again=self._updated)
 
     def order_compute(self) -> None:
         """Let the compute stream wait for the last update of a table, but not for later lookups."""

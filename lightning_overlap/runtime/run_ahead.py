@@ -22,13 +22,16 @@ class RunAhead:
     def reset(self) -> None:
         """Begin a run: no step is queued."""
         self._ends: deque[Any] = deque()  # events after the steps that the host has not waited for, the oldest first
+        self._waited: list[Any] = []  # events that it has waited for, to record again
 
     def end_step(self) -> None:
         """Note that everything of a step is queued on the compute stream, or before an event that it waits for."""
         if self._max_steps is not None:
-            self._ends.append(self._streams.record_for_host(StreamName.COMPUTE))
+            again = self._waited.pop() if self._waited else None
+            self._ends.append(self._streams.record_for_host(StreamName.COMPUTE, again=again))
 
     def wait(self) -> None:
         """Before a batch is copied, block the host until the step that it queues now is one of `max_steps`."""
         while self._max_steps is not None and len(self._ends) >= self._max_steps:
-            self._streams.let_host_wait(self._ends.popleft())
+            self._streams.let_host_wait(end := self._ends.popleft())
+            self._waited.append(end)

@@ -11,18 +11,19 @@ from typing_extensions import override
 
 from ..compat.torch import COPY, TorchDispatchMode
 from ..schedules import StreamName
-from .batch_tree import leaves
+from .batch_tree import leaves, search
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Made:
-    """A value that the work on a stream has made, and an event after that work."""
+    """A value that the work on a stream has made."""
 
     value: Any
     on: StreamName
-    event: Any
+    event: Any = None  # after that work; None until another stream needs it
+    memory: Any = None  # the tensors in the value, once they were looked for: one search serves all streams
 
 
 class Streams:
@@ -35,8 +36,14 @@ class Streams:
         """Make a stream current."""
         return NOTHING
 
-    def record(self, name: StreamName) -> Any:
-        """Return an event after all work issued on a stream so far."""
+    def record(self, name: StreamName, again: Any = None) -> Any:
+        """Return an event after all work issued on a stream so far.
+
+        Args:
+            name: The stream.
+            again: An event that nobody will wait for as it is now; the device may record it once more, which is less
+                work than to make another one. What waits for it already waits for its former record.
+        """
         return None
 
     def wait(self, name: StreamName, event: Any) -> None:
@@ -45,8 +52,16 @@ class Streams:
     def record_stream(self, value: Any, name: StreamName) -> None:
         """Tell the caching allocator that a stream reads these tensors, nested or not, of another stream."""
 
+    def are_same(self, one: StreamName, other: StreamName) -> bool:
+        """Whether two names stand for one stream, which needs no event."""
+        return one is other or self[one] is self[other]
+
     def made(self, value: Any, on: StreamName) -> Made:
-        """Return a value with an event after all work issued on a stream so far, which has made the value."""
+        """Return a value with an event after all work issued on a stream so far, which has made the value.
+
+        A `Made` without an event gets one at its first use on another stream. That is enough where it is used at once:
+        the stream has no later work for which the other one would wait.
+        """
         return Made(value, on, self.record(on))
 
     def use(self, made: Made, on: StreamName) -> Any:
@@ -54,14 +69,26 @@ class Streams:
 
         Reading the memory of another stream needs both. `give_to_caller` and `take_from_caller` do the same.
         """
-        if made.on is not on:
+        if not self.are_same(made.on, on):
+            if made.event is None:
+                made.event = self.record(made.on)
             self.wait(on, made.event)
-            self.record_stream(made.value, on)
+            self._record_made(made, on)
         return made.value
+
+    def use_ordered(self, value: Any, made_on: StreamName, on: StreamName) -> Any:
+        """Let a stream that is ordered already use a value of another stream; return the value."""
+        if not self.are_same(made_on, on):
+            self.record_stream(value, on)
+        return value
+
+    def _record_made(self, made: Made, name: StreamName) -> None:
+        self.record_stream(made.value, name)
 
     def order(self, first: StreamName, then: StreamName) -> None:
         """Let later work on the stream `then` start after all work issued on `first` so far."""
-        self.wait(then, self.record(first))
+        if not self.are_same(first, then):
+            self.wait(then, self.record(first))
 
     def on_lookup(self) -> AbstractContextManager[Any]:
         """Make the lookup stream current."""
@@ -97,8 +124,11 @@ class Streams:
         """Whether the work before an event is done; does not block the host."""
         return True
 
-    def record_for_host(self, name: StreamName) -> Any:
-        """Return an event after all work issued on a stream so far, for which the host waits without using a CPU."""
+    def record_for_host(self, name: StreamName, again: Any = None) -> Any:
+        """Return an event after all work issued on a stream so far, for which the host waits without using a CPU.
+
+        `again` is an event that this method has returned and the host has waited for.
+        """
         return self.record(name)
 
     def let_host_wait(self, event: Any) -> None:
@@ -125,6 +155,7 @@ class CudaStreams(Streams):
         self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in StreamName if name in urgent}
         self._streams[StreamName.SIDE] = torch.cuda.Stream(device)  # nothing queues behind it
         self._streams[StreamName.IDLE] = torch.cuda.Stream(device)
+        self._orders: dict[StreamName, torch.cuda.Event] = {}  # by first stream, the event of `order`
         self._lookup_stands_for = lookup
         self.begin_step()
 
@@ -152,10 +183,17 @@ class CudaStreams(Streams):
         return next((name for name, stream in self._streams.items() if stream == current), StreamName.COMPUTE)
 
     @override
-    def record(self, name: StreamName) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def record(self, name: StreamName, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = torch.cuda.Event() if again is None else again
         event.record(self[name])
         return event
+
+    @override
+    def order(self, first: StreamName, then: StreamName) -> None:
+        if not self.are_same(first, then):
+            # A stream that waits for an event waits for its present record: the event can be recorded again at once.
+            event = self._orders[first] = self.record(first, self._orders.get(first))
+            self.wait(then, event)
 
     @override
     def wait(self, name: StreamName, event: torch.cuda.Event | None) -> None:
@@ -164,22 +202,38 @@ class CudaStreams(Streams):
 
     @override
     def record_stream(self, value: Any, name: StreamName) -> None:
-        _record_stream(value, self[name])
+        _Memory(value, self.device).record(self[name])
+
+    @override
+    def _record_made(self, made: Made, name: StreamName) -> None:
+        self._memory_of(made).record(self[name])
+
+    def _memory_of(self, made: Made) -> "_Memory":
+        if made.memory is None:
+            made.memory = _Memory(made.value, self.device)
+        return made.memory  # type: ignore[no-any-return]
 
     @override
     def give_to_caller(self, made: Made) -> Any:
-        compute, current = self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)
+        source, compute = self[made.on], self[StreamName.COMPUTE]
+        current = torch.cuda.current_stream(self.device)
         for stream in (compute,) if current == compute else (compute, current):
-            stream.wait_event(made.event)
-            _record_stream(made.value, stream)
+            if stream != source:
+                if made.event is None:
+                    made.event = self.record(made.on)
+                stream.wait_event(made.event)
+                self._memory_of(made).record(stream)
         return made.value
 
     @override
     def take_from_caller(self, value: Any, on: StreamName) -> None:
-        for stream in {self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)}:
-            if stream != self[on]:
-                self[on].wait_stream(stream)
-        _record_stream(value, self[on])
+        compute, current = self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)
+        reader = self[on]
+        others = [one for one in ((compute,) if current == compute else (compute, current)) if one != reader]
+        for stream in others:
+            reader.wait_stream(stream)
+        if others:
+            self.record_stream(value, on)
 
     @override
     def begin_step(self) -> None:
@@ -190,8 +244,8 @@ class CudaStreams(Streams):
         return bool(event.query())
 
     @override
-    def record_for_host(self, name: StreamName) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)
+    def record_for_host(self, name: StreamName, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True) if again is None else again
         event.record(self[name])
         return event
 
@@ -200,23 +254,34 @@ class CudaStreams(Streams):
         event.synchronize()
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in a nested value, also in attributes of its objects; a tensor may occur twice."""
-    return [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, torch.Tensor)]
+class _Memory:
+    """The tensors of a value on a device, for `record_stream`, and the objects that hold more than a search finds."""
 
+    __slots__ = ("_objects", "_tensors")
 
-def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:
-    # `KeyedJaggedTensor.record_stream` of TorchRec 1.8 leaves out `inverse_indices`: so every tensor that is found.
-    for tensor in tensors_in(value):
-        if tensor.is_cuda:
+    def __init__(self, value: Any, device: torch.device) -> None:
+        # `KeyedJaggedTensor.record_stream` of TorchRec 1.8 leaves out `inverse_indices`: so every tensor that is found.
+        tensors, is_whole = search(value)
+        kind = device.type
+        self._tensors = [tensor for tensor in tensors if tensor.device.type == kind]
+        self._objects = [] if is_whole else list(_with_hidden_tensors(value, kind))
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Tell the caching allocator that a stream reads these tensors."""
+        for tensor in self._tensors:
             tensor.record_stream(stream)
-    # An object of the user's may hold tensors where nobody finds them.
+        for one in self._objects:
+            one.record_stream(stream)
+
+
+def _with_hidden_tensors(value: Any, kind: str) -> Iterable[Any]:
+    """Yield the objects that record tensors of their own: an object of the user's may hold them where nobody looks."""
     for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
         if hasattr(leaf, "record_stream") and not isinstance(leaf, torch.Tensor):
             device = getattr(leaf, "device", None)
             device = device() if callable(device) else device  # `KeyedJaggedTensor.device()` is a method
-            if device is None or torch.device(device).type == "cuda":
-                leaf.record_stream(stream)
+            if device is None or torch.device(device).type == kind:
+                yield leaf
 
 
 def make_streams(device: torch.device, lookup: StreamName) -> Streams:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..schedules import StreamName
-from .streams import Made, Streams
+from .streams import Streams
 
 
 @dataclass(slots=True)
@@ -19,4 +19,4 @@ class TableAccess:
 
     def give_to_updates(self, value: Any) -> None:
         """Let updates use new memory, which nothing else uses; does not order streams."""
-        self.streams.use(Made(value, StreamName.COMPUTE, None), on=self.streams.lookup)
+        self.streams.use_ordered(value, StreamName.COMPUTE, on=self.streams.lookup)

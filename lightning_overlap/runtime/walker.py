@@ -15,7 +15,7 @@ from .deferred_updates import DeferredUpdates
 from .flight import Flight, ModulePart
 from .interfaces import BatchSource, SparseStages, WeightGradients
 from .run_ahead import RunAhead
-from .streams import Streams
+from .streams import Made, Streams
 from .table_writes import NUM_POLLS, TableWrites
 from .telemetry import Telemetry
 
@@ -118,7 +118,8 @@ class Walker:
         """Begin the next iteration; return its batch, or None if the data of any rank has ended."""
         self._streams.begin_step()
         if self.schedule.prefetches:
-            self._began = [self._streams.record(name) for name in (StreamName.COMPUTE, self._streams.lookup)]
+            names, before = (StreamName.COMPUTE, self._streams.lookup), self._began or (None, None)
+            self._began = [self._streams.record(name, again=event) for name, event in zip(names, before, strict=True)]
         if self._iteration < 0:
             self._begin_epoch()
         else:
@@ -387,9 +388,13 @@ class Walker:
                         flight.look_up(owners, only)
         if not sends:
             # The lookup has the ids that it needs; others are free.
-            flight.issued[Stage.INPUT_DATA_DIST] = replace(flight.issued[Stage.INPUT_DATA_DIST], value=None)
-        # Ids are sent from the batch's own memory.
-        flight.issued[stage] = streams.made(flight.batch if sends else None, row.stream)
+            sent = flight.issued[Stage.INPUT_DATA_DIST]
+            flight.issued[Stage.INPUT_DATA_DIST] = replace(sent, value=None, memory=None)
+        if stage is Stage.PREFETCH:
+            flight.issued[stage] = streams.made(None, row.stream)
+        else:
+            # Ids are sent from the batch's own memory. The next stage is on the same stream, or uses what it receives.
+            flight.issued[stage] = Made(flight.batch if sends else None, row.stream)
 
     def _receive_ids(self, flight: Flight) -> None:
         """Assemble the received ids on the input dist's stream."""
@@ -398,9 +403,9 @@ class Walker:
         with self._streams.on(sent.on), self._telemetry.timed(stage, flight.index, sent.on):
             received = flight.receive_ids()
         if flight.ids_received:  # for an earlier row: nothing was assembled now
-            flight.issued[stage] = replace(sent, value=received)
+            flight.issued[stage] = replace(sent, value=received, memory=None)
         else:
-            flight.issued[stage] = self._streams.made(received, sent.on)
+            flight.issued[stage] = Made(received, sent.on)  # used at once
             flight.ids_received = True
 
     def _order_prefetch(self, row: Step) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ..runtime import Flight, Made, ModulePart
+from ..runtime import Flight, ModulePart
 from ..schedules import Stage, StreamName, WeightOwner
 from .module_flight import ModuleFlight
 
@@ -54,6 +54,7 @@ class SparseFlight(Flight):
             for module_flight in self.modules.values():
                 if all(module_flight.kjt is not kjt for kjt in read_later):
                     module_flight.release_ids()
+            self.issued[Stage.COPY_BATCH_TO_DEVICE].memory = None  # it has the ids too
 
     @override
     def receive_ids(self) -> list[Any]:
@@ -121,7 +122,7 @@ class SparseFlight(Flight):
         self.pipeline.to_update[self.index] = self
         for module_flight in self.modules.values():
             # `DeferredUpdates` has ordered the two streams.
-            streams.use(Made(module_flight.deferred.send(), StreamName.COMPUTE, None), on=streams.lookup)
+            streams.use_ordered(module_flight.deferred.send(), StreamName.COMPUTE, on=streams.lookup)
 
     @override
     def gradients_are_there(self) -> bool:

@@ -269,7 +269,7 @@ class ModuleFlight:
             assert self.embeddings is not None
             with pipeline.streams.on_lookup(), own_graph() if pipeline.options.trains else NOTHING:
                 received = wait_for(self.embeddings)
-            self.received = pipeline.streams.made(received, on=pipeline.streams.lookup)
+            self.received = Made(received, pipeline.streams.lookup)
             pipeline.answered(self.name, received, in_step=True)
         with pipeline.telemetry.merge(self.batch if is_first else None):
             pipeline.streams.give_to_caller(self.received)

@@ -12,7 +12,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..compat.torch import current_backward, saving_is_hooked
-from ..runtime import NOTHING, Path
+from ..runtime import NOTHING, Made, Path
 from ..schedules import Stage
 from ..tables import (
     IdRanges,
@@ -189,7 +189,7 @@ class ModuleForward:
         streams, stream = self._pipeline.streams, flight.issued[Stage.INPUT_DATA_DIST].on
         with streams.on(stream):
             received = flight.receive_ids()
-        streams.use(streams.made(received, on=stream), on=streams.lookup)
+        streams.use(Made(received, stream), on=streams.lookup)
         return module_flight.look_up_when_called()
 
     # The module's own forward.
@@ -248,7 +248,7 @@ class ModuleForward:
             take_back(kernels, num_lookups, streams)
         # The caller may change its input or the tables next. The kernels read both, and write row numbers.
         with telemetry.merge(None if flight is None else flight.index):
-            streams.give_to_caller(streams.made(arguments, on=streams.lookup))
+            streams.give_to_caller(Made(arguments, streams.lookup))
         return found
 
     def _hand_over(self, batch: int | None, found: Any, *, in_step: bool, keeps_saved: bool) -> Any:
@@ -259,7 +259,7 @@ class ModuleForward:
         def hand_over(received: Any) -> Any:
             self._pipeline.answered(self.name, received, in_step=in_step)
             with self._pipeline.telemetry.merge(batch):
-                streams.give_to_caller(streams.made(received, on=streams.lookup))
+                streams.give_to_caller(Made(received, streams.lookup))
             if is_counted:
                 count_backwards(self.module, received)
             return received

@@ -109,7 +109,7 @@ class CheckedStreams(Streams):
         return map(self._name, tensors_in(value))
 
     @override
-    def record(self, name: StreamName) -> Clock:
+    def record(self, name: StreamName, again: Clock | None = None) -> Clock:
         self._note()
         return self._races.event(self[name])
 
@@ -126,15 +126,22 @@ class CheckedStreams(Streams):
     @override
     def give_to_caller(self, made: Made) -> Any:
         for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
-            self.wait(name, made.event)
-            self.record_stream(made.value, name)
+            self.use(made, on=name)
         return made.value
 
     @override
+    def _record_made(self, made: Made, name: StreamName) -> None:
+        if made.memory is None:
+            made.memory = [*self.memory_of(made.value)]
+        self._races.record_stream(made.memory, self[name])
+
+    @override
     def take_from_caller(self, value: Any, on: StreamName) -> None:
-        for stream in dict.fromkeys((StreamName.COMPUTE, self._current)):
+        others = [name for name in dict.fromkeys((StreamName.COMPUTE, self._current)) if not self.are_same(name, on)]
+        for stream in others:
             self.wait(on, self.record(stream))
-        self.record_stream(value, on)
+        if others:
+            self.record_stream(value, on)
 
     def following(self) -> Operators:
         """Follow all operators of the calling thread."""

@@ -196,6 +196,40 @@ def test_results_are_lightnings(undo: ExitStack) -> None:
     assert seen == [True] * 16
 
 
+def test_a_logged_value_is_moved_once_and_is_lightnings(undo: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    own = lightning._ResultMetric.to
+
+    def to(metric: Any, *args: Any) -> Any:
+        moved.append(metric.meta.name)
+        return own(metric, *args)
+
+    monkeypatch.setattr(lightning._ResultMetric, "to", to)
+
+    class Logs(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("mean", batch.mean(), on_step=True, on_epoch=True)
+            self.log("max", batch.max(), on_step=False, on_epoch=True, reduce_fx="max")
+            self.log("number", 3.0)
+            return super().training_step(batch, batch_idx)
+
+    at_end = []
+    for in_place in (False, True):
+        trainer = make_trainer(max_epochs=2)
+        if in_place:
+            stand_in(trainer.fit_loop, "epoch_loop", lightning.EpochLoop, undo)
+            trainer.fit_loop.epoch_loop.log_in_place()  # type: ignore[attr-defined]
+            moved.clear()
+        trainer.fit(Logs())
+        at_end.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+        assert len(moved) == (0 if in_place else 27)  # three names in each of eight steps, and at the end
+    assert at_end[0] == at_end[1]
+    assert at_end[0].keys() == {"mean", "mean_step", "mean_epoch", "max", "number"}
+    # From another device, the first time.
+    metric = lightning._PlacedMetric(next(iter(trainer.fit_loop.epoch_loop._results.values())).meta, is_tensor=True)
+    assert metric.to(torch.device("meta")).value.device.type == "meta"
+
+
 @meanings.of("_TrainingEpochLoop._should_check_val_fx")
 @pytest.mark.parametrize("validates", [True, False])
 def test_a_loop_decides_when_to_validate(undo: ExitStack, validates: bool) -> None:

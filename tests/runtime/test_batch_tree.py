@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.runtime.batch_tree import leaves, path_text, resolve
+from lightning_overlap.runtime.batch_tree import leaves, path_text, resolve, search
 
 
 @dataclass
@@ -99,6 +99,21 @@ def test_every_path_leads_to_its_leaf_and_reads_as_python(batch: Any) -> None:
         assert resolve(batch, path) is leaf
         assert eval(path_text(path), {"batch": batch}) is leaf
         assert count_leaves(leaf) == 1
+
+
+def never(node: Any) -> bool:
+    return False
+
+
+@given(batches)
+def test_a_search_finds_the_tensors_of_all_leaves_once(batch: Any) -> None:
+    tensors, is_whole = search(batch)
+    all_leaves = [leaf for _, leaf in leaves(batch, never)]
+    assert len({id(tensor) for tensor in tensors}) == len(tensors)
+    assert {id(tensor) for tensor in tensors} == {id(leaf) for leaf in all_leaves if isinstance(leaf, torch.Tensor)}
+    if is_whole:  # then nothing is left that a search cannot look into
+        kinds = (torch.Tensor, type(None), int, str, bytes, list, tuple, dict)
+        assert all(isinstance(leaf, kinds) for leaf in all_leaves)
 
 
 def test_an_object_at_two_places_is_found_twice_and_one_that_holds_itself_ends() -> None:

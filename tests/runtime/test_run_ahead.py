@@ -21,7 +21,7 @@ class LoggingStreams(RecordingStreams):
         self.num_ends, self.log = 0, list[tuple[str, int]]()
 
     @override
-    def record_for_host(self, name: StreamName) -> Any:
+    def record_for_host(self, name: StreamName, again: Any = None) -> Any:
         assert name is StreamName.COMPUTE
         self.num_ends += 1
         return self.num_ends - 1  # the number of the step that has ended

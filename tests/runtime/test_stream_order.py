@@ -32,7 +32,12 @@ def test_a_prefetch_comes_after_the_cache_is_written_back(policy: str) -> None:
 
 def test_a_stream_that_uses_a_value_waits_for_it_and_is_recorded() -> None:
     """Other orders are left out one by one in `tests/testing`, where each is found to be a race."""
-    streams, value = Streams(), object()
+
+    class Named(Streams):
+        def __getitem__(self, name: StreamName) -> StreamName:
+            return name
+
+    streams, value = Named(), object()
     with mock.patch.multiple(streams, wait=mock.DEFAULT, record_stream=mock.DEFAULT) as called:
         made = Made(value, StreamName.DATA_DIST, mock.sentinel.event)
         assert streams.use(made, on=StreamName.DATA_DIST) is value

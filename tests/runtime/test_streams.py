@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap.runtime import streams
+from lightning_overlap.runtime import streams, tensors_in
 from lightning_overlap.schedules import StreamName
 
 
@@ -40,17 +40,20 @@ def make_batch() -> Batch:
     return Batch(torch.ones(3), kjt, Opaque())
 
 
+CUDA = torch.device("cuda")
+
+
 def test_variable_batch_sizes_leave_no_tensor_out() -> None:
     batch = make_batch()
     kjt = batch.sparse
     inverse = kjt.inverse_indices()[1]
     wanted = {id(tensor) for tensor in (batch.dense, kjt.values(), kjt.lengths(), kjt.weights(), inverse)}
-    assert wanted <= {id(tensor) for tensor in streams.tensors_in(batch)}
+    assert wanted <= {id(tensor) for tensor in tensors_in(batch)}
 
 
 def test_an_object_with_a_record_stream_of_its_own_is_told() -> None:
     batch = make_batch()
-    streams._record_stream(batch, "stream")  # type: ignore[arg-type]
+    streams._Memory(batch, CUDA).record("stream")  # type: ignore[arg-type]
     assert batch.opaque.recorded_on == "stream"
 
 

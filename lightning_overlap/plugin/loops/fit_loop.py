@@ -330,6 +330,7 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
         undo.callback(vars(loop).pop, own)
     undo.callback(_forget_broken_loader, trainer.fit_loop)
     stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
+    loop.epoch_loop.log_in_place()
     stand_in(trainer.fit_loop.epoch_loop, "automatic_optimization", _AutomaticOptimizationMixin, undo)
 
 
