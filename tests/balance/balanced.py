@@ -1,6 +1,7 @@
 """Fits with balanced batches, and fits that are given the same batches. Functions that ranks run."""
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,6 +153,31 @@ def errors(cases: dict[str, tuple[Cost, Callable[[Batch, int, int], Any], Any]])
         except RuntimeError as error:
             found[name] = str(error)
     return found
+
+
+class _BreaksOnOne(IterableDataset):
+    def __iter__(self) -> Iterator[Batch]:
+        for index in range(6):
+            if index == 4 and dist.get_rank() == 1:
+                raise ValueError("no more files")
+            yield make_batch(TABLE_WISE, index, dist.get_rank())
+
+
+class _BreakingData(Batches):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(_BreaksOnOne(), batch_size=None)
+
+
+def fail_alone(timeout_s: float) -> tuple[str, float]:
+    """Fail in the loader of rank 1 alone; return this rank's error with its notes, and the seconds."""
+    model, start = Model(TABLE_WISE), time.monotonic()
+    trainer = make_trainer(make_strategy(model, balance=Balance(num_ids), timeout=timeout_s))
+    try:
+        trainer.fit(model, datamodule=_BreakingData(TABLE_WISE))
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return f"{type(error).__name__}: {error} {notes}", time.monotonic() - start
+    raise AssertionError("nothing failed")
 
 
 def fit_unequal(numbers: tuple[int, int]) -> tuple[list[str], list[str], list[Balanced | None]]:

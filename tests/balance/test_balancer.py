@@ -127,6 +127,19 @@ def errors_of(names: list[str]) -> dict[str, str]:
     return balanced.errors({name: CASES[name][:3] for name in names})
 
 
+def test_a_rank_that_fails_alone_is_waited_for_as_long_as_the_timeout_says(get_ranks: Any) -> None:
+    """The others are in an exchange that it never joins; they name its error."""
+    ranks = get_ranks(2)
+    try:
+        first, second = ranks.run(balanced.fail_alone, 5)
+    finally:
+        ranks.close()  # their groups are of no use any more
+    assert "ValueError: no more files" in second[0]
+    assert "rank 1 had failed" in first[0]
+    assert "no more files" in first[0]
+    assert first[1] < 40
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
