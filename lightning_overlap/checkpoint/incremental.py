@@ -33,7 +33,7 @@ from .not_checkpoints import CHECKSUMS_NAME, INCREMENT_NAME, METADATA_NAME, Dama
 from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
-from .store_place import StoredBase
+from .store_place import StoredBase, StorePlace
 from .table_state import KERNEL_KINDS, Piece, StateKey, local_parts
 
 BASE_FOLDER, ROWS_NAME = "base", "rows.json"
@@ -292,17 +292,24 @@ def _identity(place: CheckpointPlace) -> Any:
 
 def is_incremental(place: CheckpointPlace) -> bool:
     """Return whether a checkpoint has a base, and rows that changed since."""
-    if not place.is_store:
-        return place.has(INCREMENT_NAME)
+    if not place.is_store and place.has(INCREMENT_NAME):
+        return True
     checksums = read_checksums(place)
     return checksums is not None and INCREMENT_NAME in checksums.files
 
 
 def base_of(place: CheckpointPlace) -> CheckpointPlace:
-    """Return the place of the whole checkpoint that an incremental one contains."""
+    """Return the place of the whole checkpoint that an incremental one contains.
+
+    A save to an object store lists its base, one to a disk has it in a folder; either may have been copied elsewhere.
+    """
+    checksums = read_checksums(place)
+    if checksums is not None and checksums.base is not None:
+        return cast(CheckpointPlace, StoredBase(place, checksums.base))  # which can be read
     if isinstance(place, LocalPlace):
         return LocalPlace(place.path / BASE_FOLDER)
-    return cast(CheckpointPlace, StoredBase(place))  # which can be read
+    assert isinstance(place, StorePlace)
+    return place.inside(BASE_FOLDER)
 
 
 def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> None:

@@ -90,7 +90,9 @@ def is_folder(path: Path | Place) -> bool:
     if place.has(METADATA_NAME) or place.has(INCREMENT_NAME):
         return True
     with suppress(DamagedError, OSError):  # a copy of one in a store
-        return bool((checksums := read_checksums(place)) and checksums.files[METADATA_NAME].where)
+        checksums = read_checksums(place)
+        files = {} if checksums is None else checksums.files
+        return any(name in files and bool(files[name].where) for name in (METADATA_NAME, INCREMENT_NAME))
     return False
 
 

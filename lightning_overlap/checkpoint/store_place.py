@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..text import message_without_secrets, without_secrets
 from .checksums import SAVE_NAME, Checksums, read_checksums
-from .not_checkpoints import CHECKSUMS_NAME, DamagedError, damaged_part
+from .not_checkpoints import CHECKSUMS_NAME, DamagedError
 from .places import LocalPlace, Place
 
 _ON_DISK = ("file://", "local://")  # fsspec's addresses of local files
@@ -97,6 +97,10 @@ class StorePlace:
     def beside(self, name: str) -> "StorePlace":
         """Return the place of another checkpoint in the same folder."""
         return StorePlace(f"{self.address.rpartition('/')[0]}/{name}", self._options)
+
+    def inside(self, name: str) -> "StorePlace":
+        """Return the place of a checkpoint within this one."""
+        return StorePlace(f"{self.address}/{name}", self._options)
 
     def is_in(self, folder: str) -> bool:
         """Return whether the checkpoint lies in this folder."""
@@ -371,15 +375,10 @@ class _UploadedFiles(FileSystemBase):
 
 
 class StoredBase:
-    """The base of an incremental checkpoint in an object store, as its marker lists it. To read only: see `Place`."""
+    """The base of an incremental checkpoint, as the marker of an object store lists it. To read only: see `Place`."""
 
-    is_store = True
-
-    def __init__(self, place: Place) -> None:
-        checksums = read_checksums(place)
-        if checksums is None or checksums.base is None:
-            raise DamagedError(damaged_part(place, CHECKSUMS_NAME, "lists no base"))
-        self._place, self._listed = place, checksums.base.encode()
+    def __init__(self, place: Place, listed: Checksums) -> None:
+        self.is_store, self._place, self._listed = place.is_store, place, listed.encode()
 
     def __str__(self) -> str:
         return str(self._place)

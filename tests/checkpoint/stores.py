@@ -158,3 +158,31 @@ def refuse_removals(folder: str) -> list[str]:
     with store_in(folder), before_each_change(refuse), warnings.catch_warnings(record=True, action="always") as caught:
         fit("sharded", 3)
     return [str(one.message) for one in caught if "old files" in str(one.message)]
+
+
+def copy_by_hand(folder: Path, how: str, address: str) -> None:
+    """Download a folder of checkpoints, and upload one of a disk; each copy has to be read and to be gone on from."""
+    down, local, up = folder / "down", folder / "local", f"{address}/up"
+    sums: dict[int, set[float]] = {}
+
+    def read_all(at: str, names: list[str]) -> None:
+        assert names == ["last.ckpt", *(f"step={step}.ckpt" for step in range(1, 5))]
+        assert [step_of(f"{at}/{name}", sums) for name in names] == [4, 1, 2, 3, 4]
+
+    with warnings.catch_warnings(action="ignore"), store_in(folder / "store"):
+        fit(how, 4, address=address, save_top_k=-1)
+        read_all(address, names_in(address))
+        above = Objects._strip_protocol(address)
+        for key in Objects()._keys():
+            file = down / key.removeprefix(f"{above}/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(Objects().cat_file(key))
+        fit(how, 4, address=str(local), save_top_k=-1)
+        for file in local.rglob("*"):
+            if file.is_file():
+                Objects().put_object(f"{Objects._strip_protocol(up)}/{file.relative_to(local)}", file.read_bytes())
+        for at, names in ((str(down), sorted(os.listdir(down))), (up, names_in(up))):
+            read_all(at, names)
+            assert fit(how, 5, address=at, resume=True) == (4, 5)
+            assert is_incremental(place_at(f"{at}/step=2.ckpt")) == (how == "incremental")
+    assert all(len(of_step) == 1 for of_step in sums.values())

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_overlap.checkpoint import is_address, place_at
+
 from ..support.ranks import Ranks
 from . import stores
 from .test_crashes import NUM_STEPS, check
@@ -46,6 +48,25 @@ def test_every_rank_says_that_a_store_refuses(two_ranks: Ranks, how: str, tmp_pa
         assert "this store has had enough" in said or began == 3
 
     refuse()
+
+
+@pytest.mark.parametrize("how", ["sharded", "incremental"])
+def test_folders_that_are_copied_by_hand(get_ranks: Any, how: str, tmp_path: Path) -> None:
+    """From a store, in a folder of any name, to a disk, and from a disk to it."""
+    get_ranks(1).run(stores.copy_by_hand, tmp_path, how, "objects://bucket/a b+c=0.1,(x)&y;z@w:!50%_%2F ü表[1]*?#~")
+
+
+characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@given(st.sampled_from(["s3", "gs", "memory", "objects"]), characters, characters)
+def test_what_is_an_address(protocol: str, start: str, rest: str) -> None:
+    """A path without "://" is one of a disk, whatever else is in it; with fsspec's name of a disk too."""
+    assert is_address(f"{protocol}://bucket/{rest}")
+    path = f"{start}/{rest}".replace("://", "")
+    for prefix in ("", "/", "./", "file://", "local://"):
+        assert not is_address(prefix + path)
+        assert str(place_at(prefix + path)) == str(Path(prefix.partition("://")[0] * ("://" not in prefix) + path))
 
 
 def test_a_store_that_keeps_everything(get_ranks: Any, tmp_path: Path) -> None:
