@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -48,10 +49,11 @@ class Poll(NamedTuple):
     def wait(self) -> StepFlags:
         """Wait for the flags of all ranks and return the maximum of each; raises as `check_none_batches` does."""
         self.work.wait()
-        by_rank = [StepFlags(*row) for row in self.flags.view(-1, len(StepFlags._fields)).tolist()]
-        check_none_batches({rank: flags.latest_none for rank, flags in enumerate(by_rank) if flags.has})
-        result = StepFlags(*map(max, zip(*by_rank, strict=True)))
-        alike = len({flags.rates for flags in by_rank if flags.has}) <= 1
+        by_rank = self.flags.view(-1, len(StepFlags._fields))
+        has, *_, latest_none, _, _, rates = columns = by_rank.t().tolist()  # a loop over ranks would take longer
+        check_none_batches({rank: latest_none[rank] for rank, with_batch in enumerate(has) if with_batch})
+        result = StepFlags(*map(max, columns))
+        alike = len(set(compress(rates, has))) <= 1
         return result if alike else result._replace(rates=-1)
 
 

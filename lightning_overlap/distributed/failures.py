@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from .stores import NO_ANSWER, Store, open_sockets, port_of
+from .stores import NO_ANSWER, Store, longest_pause_s, open_sockets, port_of
 
 LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
@@ -101,8 +101,8 @@ class FirstCause:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
             num_here = self.store.add(f"{self.key}/{what}", 1)
-            while num_here < num_ranks and time.monotonic() < deadline:
-                time.sleep(0.01)
+            while num_here < num_ranks and (left_s := deadline - time.monotonic()) > 0:
+                time.sleep(min(left_s, longest_pause_s(num_ranks, num_requests=1)))
                 num_here = self.store.add(f"{self.key}/{what}", 0)
             return num_here >= num_ranks
         return False

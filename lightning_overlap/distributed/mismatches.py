@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from .stores import ANSWER_S, FAILED, NoAnswerError, Store
+from .stores import ANSWER_S, FAILED, NoAnswerError, Store, longest_pause_s
 
 LOOK_EVERY_S = 1.0
 ANNOUNCE_AFTER_S = 0.05  # ranks that do the same come within this time, mostly
@@ -66,8 +66,9 @@ class Mismatches:
             thread.join(ANSWER_S)  # it may wait for the store
         if self._passed and sys.exception() is None:
             with contextlib.suppress(Exception):
-                # One `set`, which waits for no answer: the rank that keeps the store may be the first to end.
+                # `set` waits for no answer: the rank that keeps the store may be the first to end.
                 self._store.set(self.ended_key(self._rank), json.dumps([*self._passed.items()]))
+                self._store.set(f"{self._key}/ended", str(self._rank))
 
     def ended_key(self, rank: int) -> str:
         """Return the key under which a rank leaves its report."""
@@ -94,7 +95,10 @@ class Mismatches:
             waited_s = time.monotonic() - began
             if waited_s > ANNOUNCE_AFTER_S:
                 if not announced:
-                    self._change_waiting(lambda waiting: [*waiting, mine])
+                    # Once for all ranks that do the same: else they would all write one list, as long as they are many.
+                    self._change_waiting(
+                        lambda waiting: waiting if any(one[1:] == mine[1:] for one in waiting) else [*waiting, mine]
+                    )
                     announced = True
                 found = self._found(mine)
                 if found is not None:
@@ -109,7 +113,7 @@ class Mismatches:
                         "If it is only slow, pass a longer timeout= to the strategy."
                     )
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
+            pause_s = min(2 * pause_s, longest_pause_s(self._num_ranks, num_requests=5))
             num_here = self._store.add(here, 0)
         if announced:
             self._change_waiting(lambda waiting: [one for one in waiting if one != mine])
@@ -130,7 +134,11 @@ class Mismatches:
             return mine._replace(rank=int(rank), what=None)
         if (now := time.monotonic()) >= self._look_at_ended:
             self._look_at_ended = now + LOOK_EVERY_S
-            for other in set(range(self._num_ranks)) - {self._rank}:
+            # The last rank that has ended probably knows; while none has, nobody's report is read.
+            last = self._store.compare_set(f"{self._key}/ended", "", "")
+            for other in dict.fromkeys([int(last), *range(self._num_ranks)]) if last else ():
+                if other == self._rank:
+                    continue
                 passed = json.loads(self._store.compare_set(self.ended_key(other), "", "") or b"[]")
                 if any(tuple(point) == mine.point and step >= mine.step for point, step in passed):
                     return mine._replace(rank=other, what=None)
@@ -146,6 +154,8 @@ class Mismatches:
         before = b""
         while True:
             after = json.dumps(change(_read(before))).encode()
+            if after == before:
+                return
             found = self._store.compare_set(f"{self._key}/waiting", before.decode(), after.decode())
             if found == after:
                 return

@@ -20,7 +20,13 @@ from ..compat import torch
 
 FAILED = "lightning_overlap/failures"  # in the store: how often a rank of this job has failed
 ANSWER_S = 5.0  # how long a rank that ends waits for an answer: a process that is there answers within milliseconds
+REQUESTS_PER_S = 10_000  # of all waiting ranks together: the process that keeps the store trains, too
 NO_ANSWER = "The process that keeps the ranks' store has not answered"
+
+
+def longest_pause_s(num_ranks: int, num_requests: int) -> float:
+    """Return how long a waiting rank pauses at most before it makes so many requests again."""
+    return max(0.02, num_ranks * num_requests / REQUESTS_PER_S)
 
 
 class NoAnswerError(RuntimeError):

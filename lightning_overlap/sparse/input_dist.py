@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,14 +94,19 @@ def _describe(
         if is_counted_on_device(kjt):
             of_lengths = [batch_size * num for num in splits]
             input_splits = [of_lengths if label == "lengths" else [0] * len(splits) for label in kjt.dist_labels()]
-        elif order is None:
+        elif varies:
             input_splits = kjt.dist_splits(splits)
         else:
-            keys, of_features = [keys[feature] for feature in order], num_ids(kjt)
-            ids_in_order = [of_features[feature] for feature in order]
-            ends = [*accumulate(splits)]  # of the features of each rank
-            ids_by_rank = [sum(ids_in_order[end - num : end]) for num, end in zip(splits, ends, strict=True)]
-            input_splits = [[batch_size * num for num in splits], ids_by_rank]
+            of_features = num_ids(kjt)
+            if order is not None:
+                keys = [keys[feature] for feature in order]
+            # Not by `dist_splits`, whose time grows with the square of the number of ranks.
+            ids_in_order = of_features if order is None else [of_features[feature] for feature in order]
+            ends = [0, *accumulate(ids_in_order)]  # ids of the first features
+            after = [0, *accumulate(splits)]  # features of the first ranks
+            ids_by_rank = [ends[end] - ends[begin] for begin, end in pairwise(after)]
+            of_lengths = [batch_size * num for num in splits]
+            input_splits = [of_lengths if label == "lengths" else ids_by_rank for label in kjt.dist_labels()]
         batch_sizes = [] if varies else [[batch_size] * group.size()]
         return Described(
             pg=group,

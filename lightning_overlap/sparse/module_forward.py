@@ -54,6 +54,7 @@ class ModuleForward:
         check_torchrec(module)
         self.name, self.module, self._pipeline = name, module, pipeline
         self._ranges, self.has_sequences = IdRanges(module), holds_sequences(module)
+        self._is_sent = has_model_parallel_tables(module)  # found once: it walks all tables
         present = vars(module).get("forward")
         self._original: Callable[..., Any] = present._original if isinstance(present, ModuleForward) else module.forward
         self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
@@ -277,7 +278,7 @@ class ModuleForward:
         """Compare a call in which the module's own forward will run with those of other ranks."""
         if not self.is_on_all_ranks:
             return
-        if has_model_parallel_tables(self.module):
+        if self._is_sent:
             self._pipeline.alike.note(self.name, flight)
         elif torch.is_grad_enabled():  # data-parallel tables have collectives in the backward alone
             self._pipeline.alike.note_quiet(self.name, flight)
@@ -304,7 +305,7 @@ class ModuleForward:
         number = len(self.calls)  # calls of one step may differ
         before, self._forms[number] = self._forms.get(number), form
         own_call, group = f"call {number} of {self.name} in its own forward", self._pipeline.group
-        is_sent = has_model_parallel_tables(self.module)
+        is_sent = self._is_sent
         if before in (None, form) or not is_sent:
             if before is None and group is not None and self.is_on_all_ranks and is_sent:
                 check_types({f"the input of {self.name!r}": _in_words(form)}, group)
@@ -340,7 +341,7 @@ class ModuleForward:
             and torch.is_grad_enabled()
             and self._pipeline.group is not None
             and takes_weights(self.module)
-            and has_model_parallel_tables(self.module)
+            and self._is_sent
         ):
             raise RuntimeError(
                 f"the weights of the ids passed to {self.name!r} are trained, but are sent to other ranks, which "

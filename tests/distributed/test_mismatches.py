@@ -1,12 +1,15 @@
 """`Mismatches` on threads in the place of ranks, and a store in memory."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_overlap.distributed import Mismatches
-from lightning_overlap.distributed.stores import FAILED
+from lightning_overlap.distributed.stores import FAILED, REQUESTS_PER_S
 
 from .threads import two_ranks_of
 
@@ -66,6 +69,38 @@ def test_a_rank_that_is_late_is_told_as_late(ranks: list[Mismatches]) -> None:
     ranks[0]._timeout_s = 0.2
     with pytest.raises(RuntimeError, match=r"another rank did not come to call 1 of step 4 within 0\.2 s"):
         ranks[0].other(("call", 1), 4)
+
+
+class Requests:
+    """A store in memory that counts what it is asked, while the clock runs only in sleeps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.store, self.num, self.now_s = dist.HashStore(), 0, 0.0
+        patch.setattr(time, "monotonic", lambda: self.now_s)
+        patch.setattr(time, "sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def __getattr__(self, name: str) -> Any:
+        self.num += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1024])
+def test_waiting_ranks_leave_the_store_time(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    requests: Any = Requests(monkeypatch)
+    with pytest.raises(RuntimeError, match="did not come"):
+        Mismatches(requests, "run", 0, num_ranks, timeout_s=60.0).other(("call", 1), 4, "ebc")
+    assert requests.num * num_ranks / 60.0 <= 1.1 * REQUESTS_PER_S
+
+
+def test_ranks_that_wait_for_the_same_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: Any = Requests(monkeypatch)
+    for rank in range(10):
+        with pytest.raises(RuntimeError, match="did not come"):
+            Mismatches(requests, "run", rank, 20, timeout_s=1.0).other(("call", 1), 4, "ebc")
+    assert len(json.loads(requests.store.get("run/waiting"))) == 1
 
 
 def test_the_store_does_not_grow(ranks: list[Mismatches]) -> None:

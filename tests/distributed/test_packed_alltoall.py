@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_overlap.distributed import Entry, PackedExchange, packed_alltoall
+from lightning_overlap.distributed.packed_alltoall import in_order
 from lightning_overlap.runtime import Streams
 from lightning_overlap.schedules import StreamName
 from lightning_overlap.testing import CheckedStreams
@@ -71,6 +72,20 @@ def test_what_is_packed_arrives_as_if_sent_apart(two_ranks: Ranks) -> None:
         for packed, apart in results:
             assert [one.dtype for one in packed] == [one.dtype for one in apart]
             assert all(map(torch.equal, packed, apart))
+
+
+@given(st.data(), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3))
+@settings(max_examples=50)
+def test_many_small_pieces_are_joined_as_few_large_ones(data: st.DataObject, sizes: list[list[int]]) -> None:
+    tensors = [torch.arange(sum(of_tensor)) + 100 * number for number, of_tensor in enumerate(sizes)]
+    numbers = st.integers(0, sum(map(len, sizes)) - 1)
+    orders = data.draw(st.lists(st.lists(numbers, min_size=1), min_size=1, max_size=3))
+    one_by_one = in_order(tensors, sizes, orders)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_alltoall, "FEW_PIECES", 0)
+        patch.setattr(packed_alltoall, "LARGE_PIECE", 1 << 20)
+        by_index = in_order(tensors, sizes, orders)
+    assert all(map(torch.equal, one_by_one, by_index))
 
 
 def all_to_alls_of_a_run(case: Case) -> Counter[str]:

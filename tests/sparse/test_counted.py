@@ -62,5 +62,5 @@ def test_what_a_device_adds_where_ranks_have_other_numbers_of_features() -> None
     rows = torch.tensor([[7] * 4 + [0] * 3] * 2)
     one.add_to(rows)
     assert rows.tolist() == [[7, 1, 1, 7, 1, 0, 0], [7, 14, 14, 7, 3, 5, 6]]
-    one.write_splits(rows.tolist())
+    one.write_splits(rows.t().tolist())
     assert meta.input_splits == [[7, 7], [1, 14], [1, 14]]

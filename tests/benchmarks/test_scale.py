@@ -1,0 +1,30 @@
+"""`benchmarks/scale.py`: a rank of many, in one process, with TorchRec's pipeline and with ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCALE = Path(__file__).resolve().parents[2] / "benchmarks" / "scale.py"
+
+
+def collectives(num_ranks: int) -> dict[str, int]:
+    """Return how many collectives a step has by arm."""
+    arms = ["torchrec", "fused_sparse_dist"]
+    sizes = ["--ranks", str(num_ranks), "--tables", "4", "--rounds", "1", "--steps", "3", "--arms", *arms]
+    ran = subprocess.run(
+        [sys.executable, str(SCALE), *sizes], capture_output=True, text=True, timeout=200, env=os.environ.copy()
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in ran.stdout.splitlines() if line.startswith("| ")]
+    assert [row[3] for row in rows[1:]] == arms
+    return {row[3]: int(row[7]) for row in rows[1:]}
+
+
+@pytest.mark.slow
+def test_the_collectives_of_a_step_do_not_grow_with_the_ranks() -> None:
+    of_few, of_many = collectives(2), collectives(32)
+    assert of_few == of_many
+    assert of_few["fused_sparse_dist"] < of_few["torchrec"]
