@@ -163,6 +163,18 @@ def test_the_same_sink_gets_a_new_generation(two_ranks: Ranks, tmp_path: Path, l
     assert stragglers(sink, [one.last.tables for one in begun]) == {}
 
 
+@pytest.mark.parametrize(("max_steps", "place"), [(5, (0, 5)), (6, (1, 0)), (8, (1, 2))])
+def test_a_stop_within_an_epoch_does_not_end_it(
+    get_ranks: GetRanks, tmp_path: Path, max_steps: int, place: tuple[int, int]
+) -> None:
+    """The cut that is made as training ends has the place of the others."""
+    get_ranks(1).run(train, MIXED, send_to=str(tmp_path), every_n_steps=7, max_steps=max_steps, max_epochs=3)
+    header = read_header((tmp_path / str(names_in(tmp_path)[-1])).read_bytes())
+    assert (header.step, header.epoch, header.batch) == (max_steps, *place)
+    [begun] = get_ranks(1).run(train, MIXED, ckpt_path=f"deltas://{tmp_path}", max_epochs=place[0] + 1)
+    assert len(begun.losses) == 6
+
+
 def test_an_empty_sink_gets_a_base_and_another_run_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     two_ranks.run(train, MIXED, send_to=old)

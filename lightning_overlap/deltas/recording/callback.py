@@ -107,7 +107,7 @@ class EmbeddingDeltas(Callback):
         self._forget_fit()
 
     def _forget_fit(self) -> None:
-        self._is_sending = self._is_void = self._is_late = False
+        self._is_sending = self._is_void = self._is_late = self._is_ending = False
         self._answer: Lowest | None = None
         self._open: Cut | None = None  # the last cut, until `_settle`
         self._outstanding: list[Cut] = []
@@ -176,6 +176,8 @@ class EmbeddingDeltas(Callback):
         is_within = epochs.processed < epochs.started
         if is_within and not batches.is_last_batch:
             return epochs.processed, batches.current.ready
+        if self._is_ending and epochs.processed and batches.current.ready and not batches.is_last_batch:
+            return epochs.processed - 1, batches.current.ready  # Lightning counts an epoch in which training stops
         return epochs.processed + is_within, 0
 
     def _begin(self, restored: dict[str, Any] | None) -> None:
@@ -370,6 +372,7 @@ class EmbeddingDeltas(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_sending:
             return
+        self._is_ending = True
         self._strategy.update_tables()
         if self._answer is not None:
             self._answer()
