@@ -224,6 +224,28 @@ def test_one_rank_says_it_too(get_ranks: Any) -> None:
     assert said == f"lightning_overlap: rank 0 ends its run after step {steps}: this rank was told to (SIGTERM)"
 
 
+def fail_to_end() -> tuple[int, int]:
+    """Run a fit whose teardown fails and send SIGTERM after it; return how often a launcher and a handler got it."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    model = Model(TABLE_WISE)
+    trainer = make_trainer(make_strategy(model))
+    failing = mock.patch.object(trainer.fit_loop, "teardown", mock.Mock(side_effect=RuntimeError("teardown")))
+    try:
+        with failing, pytest.raises(RuntimeError, match="teardown"):
+            trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+        with mock.patch.object(type(trainer.strategy), "launcher", mock.Mock()) as launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return launcher.kill.call_count, len(heard)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_run_that_is_over_leaves_the_signal_to_others(get_ranks: Any) -> None:
+    """Lightning does not put handlers back if its teardown fails."""
+    assert get_ranks(1).run(fail_to_end) == [(0, 1)]
+
+
 def test_signals_are_heard_in_another_thread() -> None:
     """Those of this process alone, though another process has the socket; who has heard them before still does."""
     before, taken = socket.socketpair()

@@ -45,6 +45,7 @@ class Sigterm:
     trainer: Trainer
     received: bool = False
     fetch: _Fetch | None = None  # under way
+    over: bool = False  # whether the run is over; Python may still call this if Lightning's teardown has failed
     _pid: int = field(default_factory=os.getpid)
 
     def __call__(self, signum: int, frame: Any) -> None:
@@ -52,6 +53,8 @@ class Sigterm:
         if os.getpid() != self._pid:  # a process that was forked from this one, and is no rank
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
+            return
+        if self.over:
             return
         launcher = self.trainer.strategy.launcher
         if not self.received and launcher is not None:
@@ -134,6 +137,7 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
     """Let `Sigterm` handle the signal until `undo` is closed."""
     handler = Sigterm(trainer)
     replace_sigterm_handler(trainer, handler, undo)
+    undo.callback(setattr, handler, "over", True)
     if in_main_thread():  # else Lightning handles no signals
         undo.enter_context(handler.watched())
 
