@@ -1,8 +1,9 @@
-"""What every test gets: seeds and environment put back, no process group left behind, the modes one by one."""
+"""What every test gets: seeds, environment and handlers put back, no process group left behind, the modes one by one."""
 
 import gc
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def _leave_nothing_behind() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = dict(os.environ)
     os.environ["MASTER_PORT"] = str(free_port())  # a port that Lightning chooses may be taken before it is used
+    sigterm = signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, sigterm)  # Lightning leaves its handler if its teardown fails
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
