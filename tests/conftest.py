@@ -1,4 +1,4 @@
-"""What every test gets: seeds, environment and handlers put back, no process group left behind, the modes one by one."""
+"""What every test gets: seeds, environment, SIGTERM put back, no process group left behind, the modes one by one."""
 
 import gc
 import os
