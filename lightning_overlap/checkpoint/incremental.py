@@ -34,7 +34,7 @@ from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
 from .store_place import StoredBase, StorePlace
-from .table_state import KERNEL_KINDS, Piece, StateKey, local_parts
+from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, local_parts
 
 BASE_FOLDER, ROWS_NAME = "base", "rows.json"
 
@@ -88,6 +88,7 @@ class Increments:
         mark = partial(TouchedRows, model, access, rank=rank, states=True, on_settled=self._settled)
         self._touched = together(mark, group, alike=(ValueError,))  # only some ranks may have a kernel without rows
         self._group, self._most = group, most
+        self.fused = FusedTables(model)
         mine = {field.shard.name for field in self._touched.fields}
         self._tables = {name for names in gather_objects(mine, group) for name in names}
         self._num_writes = 0
@@ -113,36 +114,37 @@ class Increments:
         if increment is not None:
             increment.settle(is_whole)
 
-    def take(
-        self, state: dict[str, dict[str, Any]], place: CheckpointPlace, *, asynchronous: bool
-    ) -> "Increment | None":
-        """Return the rows for a save at `place`, and take their pieces out of `state`; None if it has to be whole.
+    def can_follow(self, place: CheckpointPlace) -> bool:
+        """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed."""
+        if not self._is_saved or self._touched.num_writes != self._num_writes:
+            return False
+        return not (self._group is None or self._group.rank() == 0) or self._can_stand_on_newest(place)
 
-        With `asynchronous` they are copied while training goes on: until `settle`, which the next update of tables also
-        calls, nobody else may write tables.
-        """
-        is_rank_zero = self._group is None or self._group.rank() == 0
-        follows = self._is_saved and self._touched.num_writes == self._num_writes
-        follows = follows and not (is_rank_zero and not self._can_follow(place))
+    def begin_whole(self, model: nn.Module) -> None:
+        """Note that a whole checkpoint is about to be written: the marks begin anew."""
         self._is_saved = False  # until this save is complete
-        if not all(gather_objects(follows, self._group)):
-            self._touched.begin_base()
-            self._num_writes = self._touched.num_writes
-            return None
+        self.fused = FusedTables(model)
+        self._touched.begin_base()
+        self._num_writes = self._touched.num_writes
+
+    def take(self, state: dict[str, dict[str, Any]]) -> "Increment":
+        """Take the pieces of rows out of `state`, and return the increment that is to have their changed rows."""
+        self._is_saved = False  # until this save is complete
+        self._num += 1
         pieces = [
             (part, name, state[part].pop(name))
             for part in (MODEL, FUSED)
             for name in list(state.get(part, ()))
             if self._is_of_rows(part, name)
         ]
-        copy = self._touched.copy()
-        self._num += 1
-        self._increment = increment = Increment(copy, pieces, self._newest, self._num)
-        if not asynchronous:
-            self.settle()
-        return increment
+        return Increment(pieces, self._newest, self._num)
 
-    def _can_follow(self, place: CheckpointPlace) -> bool:
+    def start(self, increment: "Increment") -> None:
+        """Begin to copy the changed rows: until `settle`, which the next update also calls, nobody may write tables."""
+        increment.copy = self._touched.copy()
+        self._increment = increment
+
+    def _can_stand_on_newest(self, place: CheckpointPlace) -> bool:
         newest = self._newest
         if newest is None or not (self._can_link or place.is_store):
             return False
@@ -200,17 +202,10 @@ class Increments:
 class Increment:
     """The rows of one save, until they are written."""
 
-    def __init__(
-        self, copy: RowCopy, pieces: Sequence[tuple[str, str, Piece]], newest: _Newest | None, num: int
-    ) -> None:
-        self._copy, self._num = copy, num
+    def __init__(self, pieces: Sequence[tuple[str, str, Piece]], newest: _Newest | None, num: int) -> None:
+        self.copy: RowCopy | None = None
+        self._pieces, self._num = pieces, num
         self._is_settled, self._is_whole = threading.Event(), False
-        self._names = {
-            shard.data_ptr(): (part, name)
-            for part, name, piece in pieces
-            for _, shard in local_parts(piece)
-            if shard.numel()
-        }
         self.newest = newest  # on rank 0
         self.base_save = "" if newest is None else newest.base_save  # on rank 0
         self.rows: dict[str, RowsFile] = {} if newest is None else dict(newest.rows)  # on rank 0 those of all ranks
@@ -221,9 +216,12 @@ class Increment:
         self._is_settled.set()
 
     def wait(self) -> None:
-        """Wait in the thread that writes for `settle`; raise a RuntimeError if tables were written meanwhile."""
+        """Wait in the thread that writes for `settle`."""
         while not self._is_settled.wait(1.0) and threading.main_thread().is_alive():
             pass
+
+    def check(self) -> None:
+        """Raise a RuntimeError after `wait` if tables were written while the rows were copied."""
         if not self._is_whole:
             raise RuntimeError(
                 "tables were written other than by their backward while the changed rows were copied, between the save "
@@ -253,10 +251,17 @@ class Increment:
         """Write this rank's rows, in any thread; return what the file has by its name, or nothing without rows."""
         entries: list[RowsEntry] = []
         places: list[Place] = []
-        copied = self._copy.rows()
-        self.wait()
+        names = {
+            shard.data_ptr(): (part, name)
+            for part, name, piece in self._pieces
+            for _, shard in local_parts(piece)
+            if shard.numel()
+        }
+        assert self.copy is not None
+        copied = self.copy.rows()
+        self.check()
         for field, rows_N, values_ND in copied:
-            part, name = self._names[field.values_RD.data_ptr()]
+            part, name = names[field.values_RD.data_ptr()]
             column = field.shard.first_column
             values = values_ND.squeeze(1) if field.is_row_wise else values_ND
             # torch.save writes all of the memory that a tensor shares.
@@ -273,7 +278,7 @@ class Increment:
             if files.is_local:
                 file.flush()
                 os.fsync(file.fileno())
-        self._copy.give_back()
+        self.copy.give_back()
         return {name: places}
 
     def index(self) -> bytes:

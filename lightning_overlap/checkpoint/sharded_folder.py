@@ -55,8 +55,9 @@ from .parts import (
 )
 from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
+from .snapshot import Snapshot, saved
 from .store_place import READ_ONLY, StorePlace, or_warn, place_at
-from .table_state import Loading, Piece, check_sizes, fused_classes, fused_state, on_host
+from .table_state import FusedTables, Loading, Piece, check_sizes, on_host
 
 SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
 """A folder written by all ranks; one file, gathered on rank 0; folders of which most have changed rows only."""
@@ -117,12 +118,13 @@ def check_folder_path(path: Any, storage_options: Any, world_size: int = 1) -> P
     return place
 
 
-def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> State:
+def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group, fused: FusedTables | None = None) -> State:
     """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
-        checkpoint[FUSED_CLASSES] = fused_classes(model)
-        state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
+        fused = fused or FusedTables(model)
+        checkpoint[FUSED_CLASSES] = fused.classes
+        state[FUSED] = {str(key): piece for key, piece in fused.state().items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
         state[COLLISIONS] = collision_state(model, group)
     state[AVERAGES] = checkpoint.pop(AVERAGES, {})
@@ -153,28 +155,40 @@ class FolderSaver:
         asynchronous: bool,
         also: Place | None,
         increments: Increments | None = None,
+        follows: bool = False,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        Moves sharded state out of `checkpoint`. With `increments` rows that did not change are not written, if it can
-        be. Raises as `wait` does, also for an earlier save.
+        Moves sharded state out of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks
+        allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
-        state = take_state(checkpoint, model, self._group)
-        increment = None if increments is None else increments.take(state, place, asynchronous=asynchronous)
-        buffer, name = io.BytesIO(), uuid.uuid4().hex
+        state = take_state(checkpoint, model, self._group, increments.fused if increments and follows else None)
+        increment = increments.take(state) if increments and follows else None
+        name, snapshot, rest = uuid.uuid4().hex, Snapshot(), None
         if is_rank_zero(self._group):
             checkpoint = {**checkpoint, _SAVE: name}
             if increment is not None:
                 checkpoint[_BASE] = increment.base_save
-            torch.save(checkpoint, buffer)
-        write = partial(_write, place, also, self._group, name, buffer.getbuffer(), increments, increment)
+            rest = snapshot.saver_of(checkpoint) if asynchronous else partial(saved, checkpoint)
+        if increments is not None and increment is None:
+            increments.begin_whole(model)
+        if asynchronous:
+            copy = on_host if increment is None else snapshot.of_piece  # without all tables in page-locked memory
+            state = tree_map_only(Tensor, copy, state)
+            snapshot.begun()
+        # From here on there are threads, which take the interpreter from this one.
+        if increments is not None and increment is not None:
+            increments.start(increment)
+        write = partial(_write, place, also, self._group, name, rest, snapshot, increments, increment, state)
         if not asynchronous:
-            write(state)
+            if increments is not None:
+                increments.settle()
+            write()
             return
         # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way = [self._executor.submit(write, tree_map_only(Tensor, on_host, state))]
+        self._under_way = [self._executor.submit(write)]
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call a function after the current save succeeds; at once if there is none."""
@@ -223,7 +237,8 @@ def _write(
     also: Place | None,
     group: Group,
     name: str,
-    rest: memoryview,
+    rest: Callable[[], memoryview] | None,
+    snapshot: Snapshot,
     increments: Increments | None,
     increment: Increment | None,
     state: State,
@@ -239,7 +254,8 @@ def _write(
     def finish() -> None:
         where = place.where(name)
         files = {key: value for of_rank, _ in written for key, value in of_rank.items()}
-        last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest}
+        assert rest is not None
+        last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest()}
         if increment is not None:
             for _, rows in written:
                 increment.rows |= {key: RowsFile(files[key], places) for key, places in rows.items()}
@@ -255,10 +271,14 @@ def _write(
         if increments is not None:
             increments.saved(checksums, increment)
 
+    if increment is not None:
+        # Until the next backward the training thread would often wait for the interpreter that this one has.
+        increment.wait()
     with writing(place):
         [name, *_] = gather_objects(name, group)  # rank 0's
         own_files, folder = place.writer_files(name)
         on_rank_zero(begin, group)
+        snapshot.wait()
         # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
         writer = _Writer(folder, single_file_per_rank=False, sync_files=not place.is_store, per_thread_copy_ahead=0)
         writer.fs = files = HashingFiles(own_files, place.where(name))  # type: ignore[assignment]

@@ -64,26 +64,40 @@ class StateKey(NamedTuple):
         return f"{self.weight}.{self.kind}" + ("" if self.columns is None else "[:, {}:{}]".format(*self.columns))
 
 
+class FusedTables:
+    """The fused tables of a model, found once: to find them takes longer than to read their state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.classes = fused_classes(model)
+        self._kernels = list(fused_kernels(model))
+        self._in_memory: dict[StateKey, Piece] = {}
+        for name, sharded in table_modules(model).items():
+            optimizer = sharded.fused_optimizer
+            for parameter, weight in optimizer.params.items():
+                for path, value in optimizer.state.get(weight, {}).items():
+                    if path.endswith(".iter"):  # saved as ITERATION
+                        continue
+                    key = StateKey(f"{name}.{parameter}", path.rpartition(".")[2])
+                    if value.dim() == 1:
+                        parts = _row_wise(weight, value)
+                        self._in_memory |= {key._replace(columns=columns): part for columns, part in parts}
+                    else:
+                        self._in_memory[key] = value
+
+    def state(self) -> dict[StateKey, Piece]:
+        """Return this rank's part of the state of all fused optimizers, in the kernels' memory."""
+        pieces = dict(self._in_memory)
+        for weight_name, fused, kernel in self._kernels:
+            # A scheduler's change of the learning rate reaches the kernel only in `zero_grad` or `step`.
+            pieces[StateKey(weight_name, ITERATION)] = torch.tensor(lookup_counts([kernel]))
+            for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
+                pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)
+        return pieces
+
+
 def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
     """Return this rank's part of the state of all fused optimizers, in the kernels' memory."""
-    pieces: dict[StateKey, Piece] = {}
-    for name, sharded in table_modules(model).items():
-        optimizer = sharded.fused_optimizer
-        for parameter, weight in optimizer.params.items():
-            for path, value in optimizer.state.get(weight, {}).items():
-                if path.endswith(".iter"):  # saved as ITERATION
-                    continue
-                key = StateKey(f"{name}.{parameter}", path.rpartition(".")[2])
-                if value.dim() == 1:
-                    pieces |= {key._replace(columns=columns): part for columns, part in _row_wise(weight, value)}
-                else:
-                    pieces[key] = value
-    for weight_name, fused, kernel in fused_kernels(model):
-        # A scheduler's change of the learning rate reaches the kernel only in `zero_grad` or `step`.
-        pieces[StateKey(weight_name, ITERATION)] = torch.tensor(lookup_counts([kernel]))
-        for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
-            pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)
-    return pieces
+    return FusedTables(model).state()
 
 
 def fused_classes(model: nn.Module) -> dict[str, str]:

@@ -515,6 +515,9 @@ def restore_epoch_results(trainer: Trainer, saved: Iterable[Mapping[str, Any]]) 
 
 # -- the trainer and its parts ---------------------------------------------------------------------------------------
 
+AFTER_SAVE = "Trainer.save_checkpoint"
+"""The name of the barrier with which `Trainer.save_checkpoint` ends."""
+
 
 def logged_step(trainer: Trainer) -> int:
     """Return the step number that Lightning gives to loggers now."""

@@ -28,6 +28,7 @@ from ..checkpoint import (
     Place,
     is_address,
 )
+from ..compat.lightning import AFTER_SAVE
 from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables
 from ..text import without_secrets
@@ -54,6 +55,7 @@ class SavesShards(HasRun):
     most_increments: float
     _newest: Place | None = None  # the newest checkpoint
     _generators: Generators | None = None  # of a checkpoint that was loaded for a fit that has not begun
+    _is_in_thread = False  # whether the newest save is made in a thread; the same on all ranks
     _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
     @override
@@ -109,6 +111,7 @@ class SavesShards(HasRun):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._is_sharded:
+            self._is_in_thread = False
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.settle_save()
@@ -151,19 +154,25 @@ class SavesShards(HasRun):
         return self._format_of_saves
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, saved_format: str, storage_options: Any) -> None:
-        module = self._module
+        module, resumable = self._module, "optimizer_states" in checkpoint
+        place = self._place_of_save(filepath, storage_options, saved_format)
+        # Outside of training nothing would wait for a thread, nor raise its error.
+        in_fit = self._running_trainer is not None and self._fits
+        self._is_in_thread = self.async_checkpoint and in_fit and not self._saves_at_once and saved_format != FULL
+        # Without optimizers a checkpoint has other state than the increments.
+        increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
+        follows = increments is not None and place is not None and increments.can_follow(place)
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks.
         fit_loop = _fit_loop(checkpoint)
-        gathered = gather_objects((fit_loop.get(_LOADER), fit_loop.pop(METRICS, None)), self.checkpoint_group)
-        for name, states in zip((LOADERS, METRICS), zip(*gathered, strict=True), strict=False):
+        own = fit_loop.get(_LOADER), fit_loop.pop(METRICS, None), follows
+        *gathered, votes = zip(*gather_objects(own, self.checkpoint_group), strict=True)
+        for name, states in zip((LOADERS, METRICS), gathered, strict=True):
             if any(states):
                 checkpoint[name] = list(states)
         if hands_out_rows(module):
             checkpoint[ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
-        resumable = "optimizer_states" in checkpoint
-        place = self._place_of_save(filepath, storage_options, saved_format)
         first = self._first_last(place) if resumable and place is not None and self.is_global_zero else None
         if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
@@ -177,13 +186,14 @@ class SavesShards(HasRun):
             checkpoints.write_file(content, place.path, self.checkpoint_group, also=also)
         else:
             assert place is not None
-            # Outside of training nothing would wait for it, nor raise its error.
-            in_fit = self._running_trainer is not None and self._fits
-            asynchronous = self.async_checkpoint and in_fit and not self._saves_at_once
-            # Without optimizers a checkpoint has other state than the increments.
-            increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
             self._folder_saver.save(
-                checkpoint, place, module, asynchronous=asynchronous, also=first, increments=increments
+                checkpoint,
+                place,
+                module,
+                asynchronous=self._is_in_thread,
+                also=first,
+                increments=increments,
+                follows=all(votes),
             )
         # From here on "last" finds this checkpoint as soon as it is complete.
         self._newest = place  # complete before `on_commit` calls anything
@@ -213,6 +223,12 @@ class SavesShards(HasRun):
                 if not is_last and not place.names_beside(stem, suffix):
                     return bridge
         return None
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        # After a save in a thread there is nothing to wait for, and with NCCL the host would wait for the device.
+        if not (name == AFTER_SAVE and self._is_in_thread):
+            super().barrier(name)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

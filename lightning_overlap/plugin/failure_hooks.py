@@ -88,6 +88,8 @@ class FailsTogether(SavesShards):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._save_together_or_not()
+        if self.world_size == 1:
+            return obj
         # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
         group = self._consensus
         if self._interrupted and self.checkpoint_group is not None:

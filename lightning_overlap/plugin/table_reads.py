@@ -146,7 +146,8 @@ class ReadsTables(FailsTogether):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.begin_stage()
-        super().barrier(*args, **kwargs)
+        if self.world_size > 1:
+            super().barrier(*args, **kwargs)
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -5,8 +5,9 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import atomic, full_file, sharded_folder
+from lightning_overlap.checkpoint import LocalPlace, atomic, full_file, sharded_folder
 
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
@@ -114,6 +115,45 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
         except ValueError as err:
             return str(err), getattr(err, "__notes__", []), fails.heard
     return "nothing", [], None
+
+
+def save_beside_training(folder: str) -> list[tuple[str, list[str]]]:
+    """Save after each step; return, for each save, what it was and what happened while training stood for it.
+
+    That is: each exchange with other ranks, barriers among them, and each file that was written.
+    """
+    found: list[tuple[str, list[str]]] = []
+    seen: list[str] = []
+
+    def noting(what: str, action: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.append(what)
+            return action(*args, **kwargs)
+
+        return noted
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.strategy.finish_save()
+            seen.clear()
+            path = Path(folder) / f"{trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            time.sleep(0.1)  # what is written later has time to be written too early
+            now = list(seen)
+            trainer.strategy.finish_save()
+            found.append(("rows" if (path / "base").is_dir() else "whole", now))
+
+    names = ("barrier", "broadcast_object_list", "all_gather_object", "all_reduce")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        for name in ("begin", "write", "commit"):
+            stack.enter_context(mock.patch.object(LocalPlace, name, noting("file", getattr(LocalPlace, name))))
+        model = Model(ROWWISE_ADAGRAD)
+        options = {"checkpoint_format": "incremental", "async_checkpoint": True, "most_increments": 10}
+        trainer = make_trainer(make_strategy(model, **options), callbacks=[Saves()])
+        trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 3))
+    return found
 
 
 def write_after_a_save(folder: str) -> tuple[str, list[str]]:

@@ -29,6 +29,14 @@ def test_tables_written_while_rows_are_copied(two_ranks: Ranks, tmp_path: Path) 
         assert steps == ["step=1.ckpt", "step=2.ckpt"]
 
 
+def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """The ranks exchange the checkpoint's path, and once what each has; they write no file until the next backward."""
+    exchanges = ["broadcast_object_list", "all_gather_object"] if ranks.world_size > 1 else []
+    for saves_of_rank in ranks.run(saves.save_beside_training, str(tmp_path)):
+        assert [what for what, _ in saves_of_rank] == ["whole", "rows", "rows"]
+        assert [seen for what, seen in saves_of_rank if what == "rows"] == [exchanges] * 2
+
+
 @pytest.fixture(params=FORMATS)
 def checkpoint_format(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -747,6 +748,14 @@ def test_tear_down_ends_a_run() -> None:
     with pytest.raises(ValueError, match="in a step"):
         make_trainer(callbacks=[Ends()]).fit(Model(fail))
     assert seen == [True]
+
+
+def test_a_save_ends_with_a_barrier_of_this_name(tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(Model())
+    with mock.patch.object(trainer.strategy, "barrier") as barrier:
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert barrier.call_args_list == [mock.call(lightning.AFTER_SAVE)]
 
 
 @meanings.of("ModelCheckpoint._link_checkpoint")
