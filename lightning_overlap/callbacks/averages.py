@@ -16,6 +16,7 @@ from ..runtime import TableAccess
 from ..tables import (
     ShardedStateNames,
     caching_tbes,
+    hands_out_rows,
     kernel_shards,
     sharded_modules,
     table_names,
@@ -53,15 +54,23 @@ class Averages:
     While they are swapped in, the module has the averages, and `pieces` have the trained weights.
 
     Raises:
-        ValueError: A named table does not exist, or the rows of an asked table cannot be averaged.
+        ValueError: A named table does not exist, or the rows of an asked table cannot be averaged: those of managed
+            collision modules, in a cache, or with fewer than 32 bits.
     """
 
     def __init__(self, module: nn.Module, *, decay: float, tables: AskedTables, use_buffers: bool) -> None:
         self.num_samples = 0
         self.is_swapped = False
         self._decay, self._move = decay, get_ema_multi_avg_fn(decay)
-        self._modules = list(sharded_modules(module).values())
         asked, dense = _names(module, tables, use_buffers=use_buffers)
+        managed = {name: one for name, one in sharded_modules(module).items() if hands_out_rows(one)}
+        if wrong := sorted(name for name in asked if name.startswith(tuple(f"{outer}." for outer in managed))):
+            raise ValueError(
+                f"{some(wrong)}: managed collision modules assign these rows to ids during training, so the average of "
+                "a row would be of several ids. Name the other tables, or none: ExponentialMovingAverage(tables=[...])."
+            )
+        # Rows that managed collision modules reset are no writes by hand.
+        self._modules = [one for name, one in sharded_modules(module).items() if name not in managed]
         self.pieces: dict[str, Piece] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []  # this rank's tensors: weight, average
         self._kept: dict[int, Tensor] = {}  # weights of fewer bits than their averages, while these are swapped in

@@ -44,7 +44,8 @@ class ExponentialMovingAverage(Callback):
 
     Raises:
         ValueError: An argument is out of its range; at the start of a fit, another strategy, a module without tables,
-            an unknown table, or one whose rows cannot be averaged (rows in a cache, or with fewer than 32 bits).
+            an unknown table, or one whose rows cannot be averaged (of a managed collision module, in a cache, or with
+            fewer than 32 bits).
     """
 
     def __init__(

@@ -48,7 +48,15 @@ from .sharding import (
     seed_shards,
     shard_tables,
 )
-from .shards import KernelShards, TableShard, kernel_shards, table_lines, table_names, weights_in_backward
+from .shards import (
+    KernelShards,
+    TableShard,
+    check_assigned_rows,
+    kernel_shards,
+    table_lines,
+    table_names,
+    weights_in_backward,
+)
 from .subclasses import check_named_tables, collections_left_whole
 from .supported_modules import (
     TABLE_TYPES,

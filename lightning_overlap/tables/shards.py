@@ -18,7 +18,7 @@ from ..compat.torchrec import group_of, kernels_in, lookups_of
 from ..text import some
 from .combined_optimizer import optimizer_name
 from .replicas import ReplicaKernel
-from .supported_modules import DATA_PARALLEL, DENSE, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
+from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, spec_of, table_modules, tables_of
 from .table import Rule
 
 
@@ -65,27 +65,23 @@ class KernelShards:
             self.kernel.flush()
 
 
-def kernel_shards(model: nn.Module, *, with_raw_ids: bool = False) -> list[KernelShards]:
-    """Return this rank's shards of all tables, by kernel; raise a ValueError for rows that have no fixed number.
-
-    `with_raw_ids`: the caller knows which raw id a row stands for now, in `MCHManagedCollisionModule`s.
-    """
+def check_assigned_rows(model: nn.Module) -> None:
+    """Raise a ValueError for sharded modules of which nobody can say which id has which row: MPZCH; all ranks alike."""
     for name, module in sharded_modules(model).items():
         others = {
             type(one).__name__
             for one in module.modules()
             if isinstance(one, ManagedCollisionModule) and not isinstance(one, MCHManagedCollisionModule)
         }
-        if with_raw_ids and others:
+        if others:
             raise ValueError(
                 f"{name!r} gives rows to ids by {some(sorted(others))}. Only the ids of MCHManagedCollisionModule can "
                 "be sent."
             )
-        if hands_out_rows(module) and not with_raw_ids:
-            raise ValueError(
-                f"{name!r} ({type(module).__name__}) assigns its rows to ids during training, so that row numbers have "
-                "no meaning for another model. Remove it, or use a plain collection."
-            )
+
+
+def kernel_shards(model: nn.Module) -> list[KernelShards]:
+    """Return this rank's shards of all tables, by kernel; raise a ValueError for rows that cannot be read by number."""
     found = []
     for name, module in table_modules(model).items():
         plan = module.module_sharding_plan

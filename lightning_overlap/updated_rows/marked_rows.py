@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..compat.torchrec import watch_evictions
 from ..runtime import TableAccess
-from ..tables import hands_out_rows, kernel_shards, num_fused_writes, sharded_modules
+from ..tables import check_assigned_rows, hands_out_rows, kernel_shards, num_fused_writes, sharded_modules
 from .row_marks import DeviceMarks, HostMarks
 from .update_watch import UpdateWatch
 
@@ -18,8 +18,8 @@ class MarkedRows:
     """Marks rows of fused tables right before a backward updates them; `before_update` is called before it marks.
 
     `kernels` have the fused tables of this rank, `others` the tables without marks: the dense optimizer's and
-    replicated tables. Raises a ValueError for rows that have no fixed number; `with_raw_ids` as for `kernel_shards`:
-    then rows are also marked when they are reset for new ids.
+    replicated tables. Rows are also marked when they are reset for new ids. Raises a ValueError for rows that cannot be
+    read by number, and for managed collision modules other than `MCHManagedCollisionModule`.
     """
 
     def __init__(
@@ -27,10 +27,9 @@ class MarkedRows:
         model: nn.Module,
         access: TableAccess,
         before_update: Callable[[], None],
-        *,
-        with_raw_ids: bool = False,
     ) -> None:
-        kernels = kernel_shards(model, with_raw_ids=with_raw_ids)
+        check_assigned_rows(model)
+        kernels = kernel_shards(model)
         self.kernels = [kernel for kernel in kernels if kernel.is_fused]
         self.others = [kernel for kernel in kernels if not kernel.is_fused]
         self._modules = list(sharded_modules(model).values())

@@ -28,10 +28,9 @@ class TouchedRows:
         rank: int,
         states: bool = False,
         on_settled: Callable[[bool], None] | None = None,
-        with_raw_ids: bool = False,
     ) -> None:
         self._on_settled = on_settled  # called with what `settle` returns, once for each copy
-        self._marked = MarkedRows(model, access, self._before_update, with_raw_ids=with_raw_ids)
+        self._marked = MarkedRows(model, access, self._before_update)
         self._access, self._streams, self._states = access, access.streams, states
         self._on_device = access.streams.is_async
         others = [kernel for kernel in self._marked.others if not (kernel.is_replicated and rank)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_overlap import EmbeddingDeltas, Mode, OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import counting_modules
 from lightning_overlap.deltas import NO_ID, Replica, decode, parse_names
+from lightning_overlap.plugin import unsupported
 from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.updated_rows import touched_rows
 from lightning_overlap.updated_rows.copies import copy_on_host
@@ -27,6 +28,7 @@ from ..checkpoint.collisions import EPOCH, EPOCHS, Model, Setting, answers, load
 from ..checkpoint.resumes import SaveSteps
 from ..plugin.strategies import logged
 from ..support.fits import make_trainer
+from ..tables.supported_modules import Batches, KindModel, make_plan
 from .delta_fits import Files, Windows, differences, shards_of
 from .histories import MemorySink
 
@@ -118,6 +120,27 @@ def train(
     with warnings.catch_warnings(action="ignore"), logged(LOGGER) as words, patch:
         trainer.fit(model, loader(setting), ckpt_path=ckpt_path)
     return Fit(seen.by_step, seen.first, "\n".join(words), model.losses)
+
+
+def refused(folder: str) -> dict[str, str]:
+    """Return what is said to deltas of MPZCH, by what was tried; a fit of it is not refused for the CPU's sake here."""
+    said, losses = {}, []
+
+    def attempt(what: str, do: str, **options: Any) -> None:
+        model = KindModel("hashed")
+        senders = [EmbeddingDeltas(f"{folder}/own")] if do == "fit" else []
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(model)), callbacks=senders)
+        try:
+            getattr(trainer, do)(model, datamodule=Batches(model.case, 3), **options)
+        except ValueError as err:
+            said[what] = str(err)
+        losses.extend(model.losses)
+
+    with mock.patch.object(unsupported, "HashZchManagedCollisionModule", ()), warnings.catch_warnings(action="ignore"):
+        attempt("a fit", "fit")
+        attempt("a restore", "validate", ckpt_path=f"deltas://{folder}")
+    assert not losses
+    return said
 
 
 def cuts(folder: str | Path) -> Iterator[tuple[tuple[int, int], dict[str, bytes]]]:

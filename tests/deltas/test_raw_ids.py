@@ -1,7 +1,9 @@
 """Deltas of tables under managed collisions: raw ids, evictions, and what replicas answer for ids."""
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from torchrec.modules import mc_modules
 
 from lightning_overlap.compat.torchrec import ranks_of
+from lightning_overlap.deltas.files import FileName
 from lightning_overlap.deltas.serving.raw_ids import shards_of
 
 from ..checkpoint.collisions import POLICIES, Setting
@@ -118,6 +121,15 @@ def test_a_training_begins_from_its_deltas(get_ranks: GetRanks) -> None:
             assert raw_ids.stragglers(setting, sink, [fit.by_step[12] for fit in begun]) == {}
 
     holds()
+
+
+def test_hashed_ids_are_refused_before_the_first_step(two_ranks: Ranks, tmp_path: Path) -> None:
+    """MPZCH, in a fit that sends deltas and in one that begins from them."""
+    (tmp_path / str(FileName(1, 3, 0, 2, 0, 1))).touch()
+    for said in two_ranks.run(raw_ids.refused, str(tmp_path)):
+        assert sorted(said) == ["a fit", "a restore"]
+        for text in said.values():
+            assert re.match(r"'mc' gives rows to ids by HashZch\w+\. Only the ids of MCHManagedCollisionModule", text)
 
 
 @given(

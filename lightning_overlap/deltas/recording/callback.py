@@ -145,9 +145,7 @@ class EmbeddingDeltas(Callback):
             )
         self._strategy = strategy
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
-        self._touched = touched = TouchedRows(
-            pl_module, access, rank=strategy.global_rank, states=self._states, with_raw_ids=True
-        )
+        self._touched = touched = TouchedRows(pl_module, access, rank=strategy.global_rank, states=self._states)
         self._is_sending = True
         dense: dict[str, Tensor] = {}
         if self._sends_dense and not strategy.global_rank:

@@ -20,7 +20,7 @@ from ...checkpoint import (
 )
 from ...compat.torchrec import SEGMENTS, first_row, hash_of, set_known_ids
 from ...distributed import Group
-from ...tables import ShardedStateNames, kernel_shards, table_names
+from ...tables import ShardedStateNames, check_assigned_rows, kernel_shards, table_names
 from ..files import EVICTED_ID, NO_ID, RAW_ID, WEIGHT, CutFile, Header, Rows
 from ..serving import Tables, TablesError, write_rows
 
@@ -37,7 +37,8 @@ class ShardTables(Tables):
     whose = "this module"
 
     def __init__(self, model: nn.Module, *, states: bool, strict: bool) -> None:
-        kernel_shards(model, with_raw_ids=True)  # raises the ValueError
+        check_assigned_rows(model)
+        kernel_shards(model)  # raises the ValueError for others
         self.state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
         self._model, self._is_strict = model, strict
         sharded = ShardedStateNames(model)
