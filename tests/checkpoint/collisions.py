@@ -55,6 +55,16 @@ class Setting:
     hash_size: int = 1000  # 0: any ids, spread over the ranks by their remainder
     sequences: bool = False
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adagrad
+    hashed: bool = False  # whether a function maps ids before they get rows
+
+    def hash(self, ids: Tensor) -> Tensor:
+        """Return what the module gives rows to; not what the function would return for that."""
+        return scrambled(ids, self.hash_size) if self.hashed else ids
+
+
+def scrambled(ids: Tensor, hash_size: int) -> Tensor:
+    """An `input_hash_func`."""
+    return (ids * 31 + 17) % (hash_size or 7919)
 
 
 class Model(LightningModule):
@@ -74,6 +84,7 @@ class Model(LightningModule):
                     eviction_interval=setting.interval,
                     eviction_policy=POLICIES[setting.policy](),
                     input_hash_size=setting.hash_size,
+                    input_hash_func=scrambled if setting.hashed else None,
                 )
                 for config in configs
             },

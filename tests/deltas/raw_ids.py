@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_overlap import EmbeddingDeltas, Mode, OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import counting_modules
-from lightning_overlap.deltas import NO_ID, Replica, decode, parse_names
+from lightning_overlap.deltas import NO_ID, Replica, ReplicaServer, decode, parse_names
 from lightning_overlap.plugin import unsupported
 from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.updated_rows import touched_rows
@@ -31,6 +31,7 @@ from ..support.fits import make_trainer
 from ..tables.supported_modules import Batches, KindModel, make_plan
 from .delta_fits import Files, Windows, differences, shards_of
 from .histories import MemorySink
+from .test_command import ask
 
 TABLES = ("t0", "t1")
 # Known to most trainings; never seen; outside of the range of ids, on either side.
@@ -39,6 +40,12 @@ PROBES = [*range(0, 7 * 90, 7), *range(1, 999, 83), 999, 1000, 1001, 123_456_789
 
 def weight_of(table: str, setting: Setting) -> str:
     return f"mc._embedding_module.{'embeddings' if setting.sequences else 'embedding_bags'}.{table}.weight"
+
+
+def ids_of_probes(setting: Setting) -> list[int]:
+    """Return what the module gives rows to in the place of each probe."""
+    ids: list[int] = setting.hash(torch.tensor(PROBES)).tolist()
+    return ids
 
 
 class At(NamedTuple):
@@ -159,13 +166,38 @@ def wrong_in(replica: Replica, model: Model | None, setting: Setting, of_ranks: 
         id_of_row = replica.raw_ids[weight].tolist()
         if {each: row for row, each in enumerate(id_of_row) if each != NO_ID} != pairs:
             found.append(f"ids of {table}")
-        rows, known = replica.look_up(weight, torch.tensor(PROBES))
+        ids = ids_of_probes(setting)
+        rows, known = replica.look_up(weight, torch.tensor(ids), hashed=setting.hashed)
         if dict(zip(PROBES, rows.tolist(), strict=True)) != of_ranks[0].answers[table]:
             found.append(f"answers of {table}")
-        if known.tolist() != [each in pairs for each in PROBES]:
+        if known.tolist() != [each in pairs for each in ids]:
             found.append(f"known of {table}")
     if model is not None and answers(model, dict.fromkeys(TABLES, PROBES)) != of_ranks[0].answers:
         found.append("answers of the module")
+    return found
+
+
+def wrong_over_http(server: ReplicaServer, setting: Setting, of_ranks: Sequence[At]) -> list[str]:
+    """Name the tables for whose raw ids a server answers otherwise than the ranks; it knows no function of ids."""
+    found = []
+    for table in TABLES:
+        status, answer = ask(
+            f"http://127.0.0.1:{server.port}/lookup", {"table": weight_of(table, setting), "ids": PROBES}
+        )
+        pairs, position = pairs_of(of_ranks, table), server.replica.position
+        if setting.hashed:
+            if status != 400 or "maps ids of mc." not in answer or "input_hash_func" not in answer:
+                found.append(f"no refusal of {table} over HTTP")
+        elif (status, answer) != (
+            200,
+            {
+                "generation": position.cut[0],
+                "step": position.cut[1],
+                "rows": [of_ranks[0].answers[table][each] for each in PROBES],
+                "known": [each in pairs for each in PROBES],
+            },
+        ):
+            found.append(f"answers of {table} over HTTP")
     return found
 
 
@@ -210,13 +242,13 @@ def compare(setting: Setting, folder: str | Path, by_step: dict[int, list[At]]) 
     sink, model, wrong = MemorySink(), Model(setting), {}
     consumer, num_cuts, num_evicted = Consumer(), 0, 0
     saved, served = None, Replica(model, sink)
-    with TemporaryDirectory() as states:
+    with TemporaryDirectory() as states, ReplicaServer(served) as server:
         for cut, files in cuts(folder):
             sink.files |= files
             consumer.apply(files)
             entries = [entry for name, data in files.items() for entry in decode(data, name).rows]
             num_evicted += sum(len(entry.rows) for entry in entries if entry.field == "evicted_id")
-            alone = Replica(None, sink, start=saved)
+            alone = server.replica = Replica(None, sink, start=saved)
             for replica in (alone, served):
                 replica.update()
                 assert replica.position is not None
@@ -227,6 +259,7 @@ def compare(setting: Setting, folder: str | Path, by_step: dict[int, list[At]]) 
                 continue
             num_cuts += 1
             found = wrong_in(alone, None, setting, of_ranks) + wrong_in(served, model, setting, of_ranks)
+            found += wrong_over_http(server, setting, of_ranks)
             pairs = {weight_of(table, setting): pairs_of(of_ranks, table) for table in TABLES}
             if consumer.rows != pairs:
                 found.append("the consumer's ids")

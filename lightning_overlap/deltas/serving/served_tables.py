@@ -186,6 +186,12 @@ class ServedTables(Tables):
                     f"{one.module} has input_hash_size={hash_size}, and {one.hash_size} in the run {header.run!r}: use "
                     "the trained module."
                 )
+            if _has_hash_func(module) != one.is_hashed:
+                has = "no input_hash_func, and the run" if one.is_hashed else "an input_hash_func, and the run"
+                raise TablesError(
+                    f"{one.module} has {has} {header.run!r} has {'one' if one.is_hashed else 'none'}: use the trained "
+                    "module."
+                )
 
     @override
     @torch.no_grad()
@@ -257,3 +263,9 @@ def _check_alike(
     if have is None or (have.shape, have.dtype) != (shape, dtype):
         like = "missing" if have is None else f"{tuple(have.shape)} of {have.dtype}"
         raise TablesError(f"{name} is {tuple(shape)} of {dtype} in {where}, and {like} in {whose}: {advice}.")
+
+
+def _has_hash_func(module: nn.Module) -> bool:
+    """Return whether a managed collision module maps ids by a function first: else `preprocess` returns its input."""
+    features: dict[str, Any] = {}
+    return getattr(module, "preprocess", lambda same: same)(features) is not features
