@@ -30,13 +30,14 @@ PYTEST := $(BIN)/python -m pytest
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server s3-server train test check quick gpu fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
+.PHONY: help install redis-server s3-server train test check quick gpu gpu-tables fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
 	@echo "make test    install once, then lint, type-check and test"
 	@echo "make check   the same within 90 seconds: without tests in rank processes and without slow ones"
 	@echo "make gpu     some twenty of the tests that need a GPU, with the packages that are there"
+	@echo "make gpu-tables   second on a GPU: measure the tables of RESULTS for one GPU, in nine minutes (benchmarks/gpu.sh)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
@@ -80,6 +81,10 @@ quick: $(INSTALLED)
 # With the packages of the machine, which may be other versions: nothing is installed.
 gpu:
 	$(PYTHON) -m pytest -m gpu_first -W default --maxfail=5
+
+# The second thing to run on a GPU, into gpu_out; `benchmarks/gpu.sh --print` shows the commands.
+gpu-tables:
+	PYTHON="$(PYTHON)" benchmarks/gpu.sh
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \

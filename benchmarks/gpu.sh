@@ -3,6 +3,7 @@
 #
 #   benchmarks/gpu.sh [FOLDER]                 writes everything under FOLDER (or $OUT, or ./gpu_out)
 #   benchmarks/gpu.sh --device cpu [FOLDER]    the same parts, small, on CPU ranks: whether the script itself runs
+#   benchmarks/gpu.sh --print                  only prints the Python commands that it would run, one a line
 #
 # PYTHON  the interpreter that has the package; default python3.
 # PARTS   which parts to run; default all: host device queued two_ranks timeline.
@@ -12,10 +13,11 @@
 
 set -uo pipefail
 
-device=cuda
+device=cuda printing=
 while [ $# -gt 0 ]; do
     case $1 in
         --device) device=${2:-}; shift 2 || shift ;;
+        --print) printing=yes; shift ;;
         -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;;
         -*) echo "error: unknown option '$1'; see $0 --help" >&2; exit 2 ;;
         *) break ;;
@@ -23,8 +25,12 @@ while [ $# -gt 0 ]; do
 done
 case $device in cuda | cpu) ;; *) echo "error: --device is cuda or cpu, got '$device'" >&2; exit 2 ;; esac
 out=${1:-${OUT:-$PWD/gpu_out}}
-mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 PYTHON=${PYTHON:-python3}
+if [ "$printing" ]; then
+    PYTHON=show  # a function below, in the place of the interpreter
+else
+    mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+fi
 PARTS=${PARTS:-host device queued two_ranks timeline}
 MOST_S=520  # all parts together
 export PYTHONUNBUFFERED=1 PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH}"
@@ -58,6 +64,10 @@ part() {  # NAME LIMIT_S COMMAND...
     local name=$1 limit=$2 start=$SECONDS code
     shift 2
     [[ " $PARTS " == *" ${name%%.*} "* ]] || return 0
+    if [ "$printing" ]; then
+        "$@" || failed=1
+        return
+    fi
     [ "$device" = cuda ] || limit=$((limit * 4))  # other work may have the CPUs
     limit=$((limit < MOST_S - SECONDS ? limit : MOST_S - SECONDS))
     echo "--- $name"
@@ -75,17 +85,23 @@ bench() {  # NAME LIMIT_S OVERRIDES...
     part "$name" "$limit" "$PYTHON" -m lightning_overlap.benchmark trainer="$device" trainer.devices=1 \
         hydra.run.dir="$out/$name" "$@"
 }
+show() {  # ARGUMENTS...: print the call of the interpreter
+    printf '%s\n' "python$(printf ' %q' "$@")"
+}
 two_ranks() {  # OVERRIDES...: as torchrun on two nodes of one rank each; NCCL takes ranks that share a GPU for two hosts
-    local rank pids=() code=0
+    local rank pid ended pids=() code=0
     for rank in 0 1; do
-        env RANK=$rank GROUP_RANK=$rank LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=2 \
+        RANK=$rank GROUP_RANK=$rank LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=2 \
             MASTER_ADDR=127.0.0.1 MASTER_PORT="${MASTER_PORT:-29517}" TORCHELASTIC_RUN_ID="gpu_sh_$$" \
             NCCL_HOSTID="rank$rank" NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo \
             "$PYTHON" -m lightning_overlap.benchmark trainer="$device" trainer.devices=1 +trainer.num_nodes=2 "$@" &
         pids+=($!)
     done
-    for rank in 0 1; do  # one that fails leaves the other one waiting
-        wait -n || { code=$?; kill "${pids[@]}" 2>/dev/null; }
+    wait -n || kill "${pids[@]}" 2>/dev/null  # one that fails leaves the other one waiting; both may have ended
+    for pid in "${pids[@]}"; do
+        wait "$pid"
+        ended=$?
+        [ $code -ne 0 ] || code=$ended
     done
     return $code
 }
@@ -94,6 +110,7 @@ draw() {  # MODE OVERRIDES...: a trace of steps, read by overlap-timeline; on a 
     shift
     "$PYTHON" -m lightning_overlap.train trainer="$device" trainer.devices=1 pipeline="$mode" callbacks=timeline \
         callbacks.timeline.dirpath="$folder" hydra.run.dir="$folder/run" "$@" || return
+    [ -z "$printing" ] || return 0
     traces=$(find "$folder" -name '*.json.gz' | sort)
     if [ -n "$traces" ]; then
         # shellcheck disable=SC2086
@@ -102,11 +119,11 @@ draw() {  # MODE OVERRIDES...: a trace of steps, read by overlap-timeline; on a 
     fi
     find "$folder" -name '*.png' | grep . # a picture is there
 }
-export -f two_ranks draw
-export PYTHON device out
+export -f show two_ranks draw
+export PYTHON device out printing
 
-rm -f "$out/summary.txt"
-[ "$device" = cpu ] || nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || true
+[ "$printing" ] || rm -f "$out/summary.txt"
+[ "$device" = cpu ] || [ "$printing" ] || nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || true
 bench host 130 "${host[@]}"
 bench device 140 "${bound[@]}"
 for most in 2 3 null; do bench "queued.$most" 40 "${queued[@]}" +strategy.max_queued_steps=$most; done
@@ -114,6 +131,7 @@ part two_ranks 110 bash -c 'two_ranks "$@"' two_ranks hydra.run.dir="$out/two_ra
 for mode in fused_sparse_dist split_backward; do
     part "timeline.$mode" 40 bash -c 'draw "$@"' draw "$mode" "${timeline[@]}"
 done
+[ -z "$printing" ] || exit $failed
 echo "--- summary"
 cat "$out/summary.txt"
 exit $failed

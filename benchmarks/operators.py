@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -52,35 +53,55 @@ def main() -> None:
 
 
 def _measure(bench: str, options: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    from lightning_overlap.apps import train_worker
+
+    config = config_of(bench, options.ranks, options.set)
+    train_worker.prepare(config, ".*")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rounds = measure(config, options.arms, options.rounds, options.steps)
+    if dist.get_rank() == 0:
+        print(f"\n{bench}\n{table(rounds, options.top)}", flush=True)
+    dist.barrier()
+
+
+def config_of(bench: str, num_ranks: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the config of a model, a name in conf/bench, on this many CPU ranks; `overrides` as overlap-bench."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    from lightning_overlap.apps import hydra_command
+
+    given = [f"bench={bench}", f"trainer.devices={num_ranks}", "num_batches=10", *overrides]
+    with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
+        composed = compose("bench", list(map(hydra_command.add_or_override, given)))
+    return dict(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+
+
+def measure(config: dict[str, Any], arms: Sequence[str], num_rounds: int, num_steps: int) -> dict[str, list[Profile]]:
+    """Return, by arm, this rank's profile of each round; all ranks of the process group call this."""
     from types import SimpleNamespace
 
     import torch
     import torch.distributed as dist
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
 
-    from lightning_overlap.apps import build, train_worker
+    from lightning_overlap.apps import build
     from lightning_overlap.apps.bench_worker import own_batches
 
-    overrides = [f"bench={bench}", f"trainer.devices={options.ranks}", "num_batches=10", *options.set]
-    with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
-        config: Any = OmegaConf.to_container(compose("bench", overrides), resolve=True)
-    train_worker.prepare(config, ".*")
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     data: Any = build.build_data(config)
-    data.trainer = SimpleNamespace(global_rank=dist.get_rank(), world_size=options.ranks, current_epoch=0)
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks, current_epoch=0)
     data.setup("fit")
-    batches = list(own_batches(config, data.train_dataloader(), dist.get_rank(), options.ranks))
-    cycled = list(itertools.islice(itertools.cycle(batches), WARM_UP + options.steps + 4))
+    batches = list(own_batches(config, data.train_dataloader(), rank, num_ranks))
+    cycled = list(itertools.islice(itertools.cycle(batches), WARM_UP + num_steps + 4))
     loader = torch.utils.data.DataLoader(cycled, batch_size=None)  # type: ignore[arg-type,var-annotated]
-    rounds: dict[str, list[Profile]] = {arm: [] for arm in options.arms}
-    for number in range(options.rounds):
-        for arm in options.arms if number % 2 else reversed(options.arms):
-            rounds[arm].append(_profiled(arm, config, data, loader, options.steps))
-    if dist.get_rank() == 0:
-        print(f"\n{bench}\n{_table(rounds, options.top)}", flush=True)
-    dist.barrier()
+    rounds: dict[str, list[Profile]] = {arm: [] for arm in arms}
+    for number in range(num_rounds):
+        for arm in arms if number % 2 else reversed(arms):
+            rounds[arm].append(_profiled(arm, config, data, loader, num_steps))
+    return rounds
 
 
 def _profiled(arm: str, config: Any, data: Any, loader: Any, num_steps: int) -> Profile:
@@ -99,11 +120,15 @@ def _profiled(arm: str, config: Any, data: Any, loader: Any, num_steps: int) -> 
             profiler.stop()
 
     train(arm, Job(config, data, loader, torch.device("cpu"), after_step, Path(gettempdir())))
-    averages = profiler.key_averages()
-    return {one.key: (one.self_cpu_time_total / 1e3 / num_steps, one.count / num_steps) for one in averages}
+    found: dict[str, tuple[float, float]] = {}
+    for one in profiler.key_averages():
+        name = re.sub(r" \d+ ##$", " ##", one.key)  # a stage, whose range has the number of its batch
+        ms, calls = found.get(name, (0.0, 0.0))
+        found[name] = ms + one.self_cpu_time_total / 1e3 / num_steps, calls + one.count / num_steps
+    return found
 
 
-def _table(rounds: Mapping[str, list[Profile]], top: int) -> str:
+def table(rounds: Mapping[str, list[Profile]], top: int) -> str:
     """Return the operators that take most of a step in any arm: medians over the rounds."""
     from lightning_overlap.text import aligned
 
