@@ -66,10 +66,10 @@ class _Header(NamedTuple):
 class _Own:
     """This rank's part of an exchange."""
 
-    batch: Any = None
     samples: Samples | None = None
     costs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
-    error: Exception | None = None
+    digest: int = 0  # of the batch's description
+    error: RuntimeError | None = None
 
 
 class Balancer:
@@ -91,8 +91,9 @@ class Balancer:
     def start(self, batch: Any, *, lacks: bool, number: int, dataloader_idx: int = 0) -> Future[Exchange | None]:
         """Start the exchange of a batch, or tell the others that this rank lacks it; all ranks call this alike.
 
-        The future gives None if any rank lacks the batch. It raises a RuntimeError on all ranks if `cost` fails on any,
-        or if the batches have a field without samples, or differ in their fields. `number` is for errors.
+        The future gives None if any rank lacks the batch. It raises a RuntimeError on all ranks if a function of the
+        user's fails on any, or if the batches have a field without samples, or differ in their fields. `number` is for
+        errors.
         """
         job: Future[Exchange | None] = Future()
         self._jobs.put((lambda: self._exchange(batch, lacks, number, dataloader_idx), job))
@@ -132,7 +133,7 @@ class Balancer:
         own = _Own() if lacks else self._weigh(batch, number)
         headers, costs, num_bytes = self._gather_costs(own, lacks, dataloader_idx)
         if any(header.has == _Has.ERROR for header in headers):
-            together(lambda: _raise(own.error), self._group)
+            self._raise_together(own.error)
         if any(header.has == _Has.NO_BATCH for header in headers):
             return None
         assert own.samples is not None
@@ -143,7 +144,7 @@ class Balancer:
         ranks = assign(costs)
         moved = int((ranks != np.arange(self._num_ranks)[:, None]).sum())
         if moved:
-            batch, num_sent = self._send(own.samples, ranks)
+            batch, num_sent = self._send(own.samples, ranks, number)
             num_bytes += num_sent
         return Exchange(batch, Balanced(_numbers(costs.sum(axis=1)), _numbers(loads(costs, ranks)), moved, num_bytes))
 
@@ -151,20 +152,24 @@ class Balancer:
         """Ask the user's function for the costs, and look at the batch's fields."""
         try:
             costs = _checked_costs(self.options.cost(batch))
-            return _Own(batch, samples_of(batch, len(costs), self.options), costs)
-        except Exception as err:
-            what = str(err) if isinstance(err, _CostError | ValueError) else f"{type(err).__name__}: {err}"
-            error = RuntimeError(f"balance, batch {number} of the epoch on rank {self._rank}: {what}")
-            error.__cause__ = err
-            return _Own(batch, error=error)
+            samples = samples_of(batch, len(costs), self.options)
+            return _Own(samples, costs, _digest(samples.describe()))
+        except BaseException as err:  # of any kind: the other ranks wait for an answer
+            return _Own(error=self._named(err, number))
+
+    def _named(self, err: BaseException, number: int) -> RuntimeError:
+        """Return an error of this rank that says which batch it is about."""
+        what = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
+        named = RuntimeError(f"balance, batch {number} of the epoch on rank {self._rank}: {what}")
+        named.__cause__ = err
+        return named
 
     def _gather_costs(
         self, own: _Own, lacks: bool, dataloader_idx: int
     ) -> tuple[list[_Header], NDArray[np.float64], int]:
         """Return the header of each rank, the costs by rank (if all have as many), and the bytes sent."""
         has = _Has.NO_BATCH if lacks else _Has.BATCH if own.error is None else _Has.ERROR
-        digest = 0 if own.samples is None else _digest(own.samples.describe())
-        header = np.array(_Header(has, len(own.costs), digest, dataloader_idx), np.int64)
+        header = np.array(_Header(has, len(own.costs), own.digest, dataloader_idx), np.int64)
         room = np.zeros(self._capacity, np.float32)
         fits = own.costs[: self._capacity]
         room[: len(fits)] = fits
@@ -216,7 +221,7 @@ class Balancer:
                 )
         raise RuntimeError(f"balance, batch {number} of the epoch: the ranks have different batches.")
 
-    def _send(self, samples: Samples, ranks: Ints) -> tuple[Any, int]:
+    def _send(self, samples: Samples, ranks: Ints, number: int) -> tuple[Any, int]:
         """Exchange the samples; return this rank's new batch, and the bytes sent.
 
         Its samples are in the order of the ranks that they come from, then of their places there.
@@ -226,22 +231,32 @@ class Balancer:
         try:
             for places in (np.flatnonzero(ranks[me] == rank) for rank in range(size)):
                 chunks.append(np.concatenate(samples.pack(places)) if len(places) else _NOTHING)
-        except Exception as err:  # of an object of the user's, which cannot be pickled
-            chunks, error = [_NOTHING] * size, err
+        except BaseException as err:  # of an object of the user's, which cannot be pickled
+            chunks, error = [_NOTHING] * size, self._named(err, number)
         kept, chunks[me] = chunks[me], _NOTHING  # not sent
         num_sent = torch.tensor([len(chunk) if error is None else -1 for chunk in chunks])
         num_received = torch.empty_like(num_sent)
         self._all_to_all(num_received, num_sent)
         sizes = num_received.tolist()
         if min(sizes) < 0:
-            together(lambda: _raise(error), self._group)
+            self._raise_together(error)
         received = torch.empty(sum(sizes), dtype=torch.uint8)
         sent = torch.from_numpy(np.concatenate(chunks))
         self._all_to_all(received, sent, sizes, num_sent.tolist())
         parts = np.split(received.numpy(), np.cumsum(sizes[:-1]))
         parts[me] = kept
         counts = [int((of_rank == me).sum()) for of_rank in ranks]
-        return samples.join(parts, counts), len(sent) + num_sent.nbytes // size * (size - 1)
+        try:
+            batch = samples.join(parts, counts)
+        except BaseException as err:
+            batch, error = None, self._named(err, number)
+        if self._all_gather(np.array([error is not None], np.uint8)).any():
+            self._raise_together(error)
+        return batch, len(sent) + (num_sent.nbytes // size + 1) * (size - 1)
+
+    def _raise_together(self, error: RuntimeError | None) -> None:
+        """Raise the first failing rank's error on all ranks; all call this."""
+        together(lambda: _raise(error), self._group)
 
     def _all_gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the bytes of all ranks, `(R, len(own))`; all have equally many."""
@@ -275,14 +290,18 @@ def _checked_costs(given: Any) -> Floats:
         )
     with np.errstate(over="ignore"):
         sent = costs.astype(np.float32)
-    for wrong, what in ((~np.isfinite(sent), "which is not a finite number"), (costs < 0, "which is negative")):
+    for wrong, what in (
+        (~np.isfinite(costs), "which is not a finite number"),
+        (costs < 0, "which is negative"),
+        (~np.isfinite(sent), "which is too large: costs are sent as float32, whose largest number is 3.4e+38"),
+    ):
         if wrong.any():
             place = int(wrong.argmax())
             raise _CostError(f"cost returned {costs[place]} for sample {place}, {what}.")
     return sent
 
 
-def _raise(error: Exception | None) -> None:
+def _raise(error: RuntimeError | None) -> None:
     if error is not None:
         raise error
 

@@ -41,7 +41,7 @@ class Samples(Protocol):
 def samples_of(batch: Any, count: int, balance: Balance) -> Samples:
     """Return the samples of a batch that has `count` of them; raise a ValueError that names a field without samples."""
     if balance.split is not None and balance.join is not None:
-        return _UsersSamples(balance.split(batch), count, balance.join)
+        return _UsersSamples(list(balance.split(batch)), count, balance.join)
     return _FieldSamples(batch, count)
 
 
@@ -74,7 +74,7 @@ class _FieldSamples:
             if (field := _field_of(path, leaf, count)) is not None:
                 self._fields.append((path, field))
             else:
-                self._constants.append((path, f"{type(leaf).__name__} {_constant(path, leaf)!r}"))
+                self._constants.append((path, f"{_constant_kind(leaf)} {_constant(path, leaf)!r}"))
         if not self._fields:
             raise ValueError(f"a batch of the type {type(batch).__name__} has no tensor with samples. {OWN}.")
 
@@ -87,7 +87,10 @@ class _FieldSamples:
     def join(self, chunks: Sequence[Bytes], counts: Sequence[int]) -> Any:
         readers = [_Reader(chunk) for chunk in chunks]
         joined = {id(field.leaf): field.join(readers, counts) for _, field in self._fields}
-        return copy.deepcopy(self._batch, joined)  # it takes the fields that are known, by `id`
+        copied = dict(joined)
+        batch = copy.deepcopy(self._batch, copied)  # it takes the fields that are known, by `id`
+        _check_copied(copied, joined)
+        return batch
 
 
 class _Reader:
@@ -165,7 +168,7 @@ class _Keyed(_Dense):
         return KeyedTensor(self._keyed.keys(), self._keyed.length_per_key(), values, self._keyed.key_dim())
 
 
-class _Jagged:
+class JaggedField:
     """A JaggedTensor, or a KeyedJaggedTensor, whose values are in the order of its features."""
 
     def __init__(self, leaf: JaggedTensor | KeyedJaggedTensor, count: int) -> None:
@@ -187,6 +190,7 @@ class _Jagged:
         return [self._values] if self._weights is None else [self._values, self._weights]
 
     def pack(self, places: Places) -> list[Bytes]:
+        """Return the lengths of these samples, then their values, then their weights if there are any."""
         lengths = np.ascontiguousarray(self._lengths[:, places])
         flat, starts = lengths.ravel(), self._starts[:, places].ravel()
         # Of each value its place in this batch: those of a sample and a feature are side by side.
@@ -195,6 +199,7 @@ class _Jagged:
         return [lengths.reshape(-1).view(np.uint8), *(rows.take(of_values) for rows in self._all_rows)]
 
     def join(self, readers: Sequence[_Reader], counts: Sequence[int]) -> Any:
+        """Return the field of the samples that the readers have, `counts` of each."""
         dtype = self._lengths.dtype
         lengths = [
             reader.take(self._num_keys * num * dtype.itemsize).view(dtype).reshape(self._num_keys, num)
@@ -212,9 +217,9 @@ class _Jagged:
         values, weights = joined[0], joined[1] if len(joined) > 1 else None
         pinned = self._lengths_of.is_pinned()
         flat = torch.empty(self._num_keys * sum(counts), dtype=self._lengths_of.dtype, pin_memory=pinned)
-        np.concatenate(lengths, axis=1, out=flat.numpy().reshape(self._num_keys, -1))
+        np.concatenate(lengths, axis=1, out=flat.numpy().reshape(self._num_keys, sum(counts)))
         if isinstance(self.leaf, KeyedJaggedTensor):
-            return KeyedJaggedTensor(self.leaf.keys(), values, weights, lengths=flat)
+            return KeyedJaggedTensor(self.leaf.keys(), values, weights, lengths=flat, stride=sum(counts))
         return JaggedTensor(values, weights, lengths=flat)
 
 
@@ -238,33 +243,36 @@ def _bytes_of(values: Any) -> Bytes:
     return flat.view(torch.uint8).numpy()  # type: ignore[no-any-return]
 
 
+def _check_copied(copied: dict[int, Any], joined: dict[int, Any]) -> None:
+    """Raise a ValueError if a batch's copy has samples that are no field's: they would be those from before."""
+    originals = copied.get(id(copied), ())  # `deepcopy` keeps them there
+    for key, value in copied.items():
+        if key not in joined and _is_field(value) and not (isinstance(value, (Tensor, np.ndarray)) and not value.ndim):
+            holders = ((one, name) for one in originals for name, held in _attributes(one) if id(held) == key)
+            of, name = next(((f"a {type(one).__name__}", name) for one, name in holders), ("the batch", "hidden"))
+            raise ValueError(
+                f"{of} holds a {type(value).__name__} in {name}, which is no field or item of it, so that its samples "
+                f"are not exchanged. Make it a field, or leave it out of the batch. {OWN}."
+            )
+
+
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    return [*getattr(holder, "__dict__", {}).items()]
+
+
 def _field_of(path: str, leaf: Any, count: int) -> _Field | None:
     """Return a field with samples; None for a constant. Raise a ValueError that names any other field."""
-    if isinstance(leaf, KeyedJaggedTensor):
-        _check_host(path, leaf.values())
-        if leaf.variable_stride_per_key():
-            raise ValueError(
-                f"{path} is a KeyedJaggedTensor with variable batch sizes (of its features {', '.join(leaf.keys())}), "
-                f"whose samples share parts. {OWN}."
-            )
-        _check_count(path, "a KeyedJaggedTensor", leaf.stride(), count)
-        return _Jagged(leaf, count)
-    if isinstance(leaf, JaggedTensor):
-        _check_host(path, leaf.values())
-        _check_count(path, "a JaggedTensor", len(leaf.lengths()), count)
-        return _Jagged(leaf, count)
+    if isinstance(leaf, (KeyedJaggedTensor, JaggedTensor)):
+        return _jagged_of(path, leaf, count)
     if isinstance(leaf, KeyedTensor):
-        _check_host(path, leaf.values())
+        _check_kind(path, leaf, KeyedTensor)
+        _check_tensor(path, leaf.values())
         if leaf.key_dim() != 1:
             raise ValueError(f"{path} is a KeyedTensor with its features along dimension {leaf.key_dim()}. {OWN}.")
         _check_count(path, "a KeyedTensor", len(leaf.values()), count)
         return _Keyed(leaf)
     if isinstance(leaf, Tensor):
-        _check_host(path, leaf)
-        plain = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized
-        if not plain or leaf.is_conj() or leaf.is_neg() or leaf.requires_grad:
-            what = "a tensor that requires a gradient" if leaf.requires_grad else f"a {_kind_of(leaf)}"
-            raise ValueError(f"{path} is {what}, of which samples cannot be taken. {OWN}.")
+        _check_tensor(path, leaf)
         if leaf.dim() == 0:
             return None
     elif isinstance(leaf, np.ndarray):
@@ -282,12 +290,49 @@ def _field_of(path: str, leaf: Any, count: int) -> _Field | None:
     return _Dense(leaf)
 
 
-def _check_host(path: str, tensor: Tensor) -> None:
+def _jagged_of(path: str, leaf: JaggedTensor | KeyedJaggedTensor, count: int) -> JaggedField:
+    is_keyed = isinstance(leaf, KeyedJaggedTensor)
+    _check_kind(path, leaf, KeyedJaggedTensor if is_keyed else JaggedTensor)
+    for tensor in (leaf.values(), leaf.weights_or_none()):
+        if tensor is not None:
+            _check_tensor(path, tensor)
+    if is_keyed and leaf.variable_stride_per_key():
+        raise ValueError(
+            f"{path} is a KeyedJaggedTensor with variable batch sizes (of its features {', '.join(leaf.keys())}), "
+            f"whose samples share parts. {OWN}."
+        )
+    if is_keyed and leaf.inverse_indices_or_none() is not None:
+        raise ValueError(f"{path} is a KeyedJaggedTensor with inverse_indices, whose samples share parts. {OWN}.")
+    found = leaf.stride() if is_keyed else len(leaf.lengths())
+    _check_count(path, f"a {type(leaf).__name__}", found, count)
+    in_lengths, offsets = int(leaf.lengths().sum()), leaf.offsets_or_none()
+    begins = 0 if offsets is None or not len(offsets) else int(offsets[0])
+    if begins or in_lengths != len(leaf.values()):
+        raise ValueError(
+            f"{path} is a {type(leaf).__name__} with {len(leaf.values())} values, of which samples have {in_lengths}, "
+            f"from place {begins} on: no sample has the others. Leave them out. {OWN}."
+        )
+    return JaggedField(leaf, count)
+
+
+def _check_kind(path: str, leaf: Any, kind: type) -> None:
+    if type(leaf) is not kind:
+        raise ValueError(
+            f"{path} is a {type(leaf).__name__}, a subclass of {kind.__name__}, which the package cannot make. {OWN}."
+        )
+
+
+def _check_tensor(path: str, tensor: Tensor) -> None:
+    """Raise a ValueError unless a tensor is a plain one on the host, whose rows can be taken as bytes."""
     if tensor.device.type != "cpu":
         raise ValueError(
             f"{path} is on {tensor.device}: samples are exchanged on the host, before a batch is copied to the device. "
             "Let the data loader make its batches on the CPU, as Lightning copies them."
         )
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad:
+        what = "a tensor that requires a gradient" if tensor.requires_grad else f"a {_kind_of(tensor)}"
+        raise ValueError(f"{path} is {what}, of which samples cannot be taken. {OWN}.")
 
 
 def _check_count(path: str, what: str, found: int, count: int) -> None:
@@ -298,6 +343,10 @@ def _check_count(path: str, what: str, found: int, count: int) -> None:
 def _kind_of(tensor: Tensor) -> str:
     layout = str(tensor.layout).removeprefix("torch.")
     return f"{type(tensor).__name__} of the layout {layout} and {tensor.dtype}"
+
+
+def _constant_kind(leaf: Any) -> str:
+    return type(leaf).__name__ + (f" {leaf.dtype}" if isinstance(leaf, (Tensor, np.ndarray)) else "")
 
 
 def _constant(path: str, leaf: Any) -> Any:

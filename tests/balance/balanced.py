@@ -1,9 +1,15 @@
 """Fits with balanced batches, and fits that are given the same batches. Functions that ranks run."""
 
 import logging
+import os
+import random
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +21,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import Balance
-from lightning_overlap.balance import Balanced, assign
+from lightning_overlap import Balance, EmbeddingDeltas
+from lightning_overlap.balance import Balanced, Balancer, assign
 
 from ..checkpoint.resumes import StatefulSized
-from ..support.cases import NUM_STEPS, TABLE_WISE, Batch, Batches, Case, Model, make_batch
+from ..support.cases import NUM_STEPS, TABLE_WISE, Batch, Batches, ByHand, Case, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
+from .fields import FIELDS, by_sample
 
 LOG = "lightning.pytorch.lightning_overlap"
 
@@ -32,9 +39,17 @@ def num_ids(batch: Batch) -> Tensor:
     return kjt.lengths().view(len(kjt.keys()), -1).sum(0).double() ** 2
 
 
-def assigned(case: Case, index: int, rank: int) -> Batch:
+def poisoned(case: Case, index: int, rank: int) -> Batch:
+    """Return a batch; some of rank 1 have a sample whose loss is not a number, a heavy one."""
+    batch = make_batch(case, index, rank)
+    if index in (2, 3, 6) and rank == 1:
+        batch.labels[num_ids(batch).argmax()] = torch.nan
+    return batch
+
+
+def assigned(case: Case, index: int, rank: int, make: Callable[..., Batch] = make_batch) -> Batch:
     """Return the batch that a rank trains by the same assignment, put together sample by sample."""
-    of_ranks = [make_batch(case, index, other) for other in range(dist.get_world_size())]
+    of_ranks = [make(case, index, other) for other in range(dist.get_world_size())]
     owners = assign(np.stack([num_ids(batch).numpy() for batch in of_ranks]))
     assert (owners != np.arange(len(owners))[:, None]).any(), "no sample of this batch goes to another rank"
     chosen = [(of_ranks[source], place) for source, place in np.argwhere(owners == rank).tolist()]
@@ -90,16 +105,24 @@ class Data(Batches):
 
 
 class _Watch(Callback):
-    """Keeps what balancing did to each batch; saves after a batch."""
+    """Keeps what balancing did to each batch; saves after some batches, into a folder."""
 
-    def __init__(self, save_after: int | None, path: Path | None) -> None:
+    def __init__(self, save_after: tuple[int, ...] = (), folder: Path | None = None) -> None:
         self.balanced: list[Balanced | None] = []
-        self._save_after, self._path = save_after, path
+        self._save_after, self._folder = save_after, folder
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self.balanced.append(trainer.strategy.balanced)  # type: ignore[attr-defined]
-        if len(self.balanced) == self._save_after:
-            trainer.save_checkpoint(self._path)  # type: ignore[arg-type]
+        if (num := len(self.balanced)) in self._save_after:
+            trainer.save_checkpoint(self._folder / f"{num}.ckpt")  # type: ignore[operator]
+
+
+class Manual(ByHand, Model):
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
 def fit(
@@ -107,23 +130,30 @@ def fit(
     pipeline: str,
     *,
     balances: bool = True,
+    make: Callable[..., Batch] = make_batch,
     lengths: tuple[int, ...] = (NUM_STEPS,),
     data: dict[str, Any] | None = None,
-    save_after: int | None = None,
-    path: Path | None = None,
+    by_hand: bool = False,
+    deltas: Path | None = None,
+    save_after: tuple[int, ...] = (),
+    folder: Path | None = None,
     ckpt_path: Path | None = None,
+    options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Result, list[Balanced | None]]:
     """Train batches that are balanced on their way, or with `balances=False` those that were balanced before."""
-    model, watch = Model(case), _Watch(save_after, path)
-    strategy = make_strategy(model, pipeline, balance=Balance(num_ids) if balances else None)
-    trainer = make_trainer(strategy, callbacks=[watch], num_sanity_val_steps=0, **kwargs)
-    module = Data(case, make_batch if balances else assigned, lengths, **(data or {}))
+    model, watch = (Manual if by_hand else Model)(case), _Watch(save_after, folder)
+    strategy = make_strategy(model, pipeline, balance=Balance(num_ids) if balances else None, **(options or {}))
+    callbacks = [watch] if deltas is None else [watch, EmbeddingDeltas(str(deltas), 3)]
+    trainer = make_trainer(strategy, callbacks=callbacks, num_sanity_val_steps=0, **kwargs)
+    module = Data(case, make if balances else partial(assigned, make=make), lengths, **(data or {}))
     with warnings.catch_warnings():
         for message in ("another rank", "train_dataloader yielded None", "accumulates dense gradients only"):
             warnings.filterwarnings("ignore", message=f".*{message}")
         trainer.fit(model, datamodule=module, ckpt_path=ckpt_path)
-    return collect(model, trainer.optimizers[0], model.losses), watch.balanced
+    result = collect(model, trainer.optimizers[0], model.losses)
+    result.losses = result.losses.nan_to_num(-1.0)  # those of poisoned batches, so that they equal themselves
+    return result, watch.balanced
 
 
 def fit_unbalanced(case: Case) -> Result:
@@ -180,6 +210,60 @@ def fail_alone(timeout_s: float) -> tuple[str, float]:
     raise AssertionError("nothing failed")
 
 
+def terminate(rank: int) -> tuple[int, float, list[str]]:
+    """Send SIGTERM to a rank in the middle of an exchange; return the steps, the seconds and the threads left."""
+    model, begun = Model(TABLE_WISE), 0.0
+
+    def cost(batch: Batch) -> Tensor:
+        nonlocal begun
+        if batch.inputs["sparse"][1] == 5:
+            begun = time.monotonic()
+            if dist.get_rank() == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.3)  # all others wait for these costs
+        return num_ids(batch)
+
+    with suppress(SystemExit):
+        trainer = make_trainer(make_strategy(model, balance=Balance(cost)))
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, 200))
+    seconds = time.monotonic() - begun
+    balancing = [thread for thread in threading.enumerate() if thread.name == "balanced batches"]
+    for thread in balancing:
+        thread.join(5)
+    return len(model.losses), seconds, [thread.name for thread in balancing if thread.is_alive()]
+
+
+def exchange_many(seed: int, num: int) -> list[Any]:
+    """Exchange drawn batches; return for each what its samples were before and after on this rank, or its error."""
+    group = dist.new_group(backend="gloo")
+    balancer = Balancer(Balance(lambda batch: batch["costs"]), group, lambda text: None)
+    before, jobs = [], []
+    for number in range(num):
+        kind = random.Random(1000 * seed + number)  # the same on all ranks
+        count, width, fields = kind.randint(0, 12), kind.randint(1, 3), kind.sample(sorted(FIELDS), 4)
+        alone = kind.choice([None, None, None, "lacks", "more", "raises", "loader"])
+        mine = alone if kind.randrange(dist.get_world_size()) == dist.get_rank() else None
+        count += mine == "more"
+        own = torch.Generator().manual_seed(hash((seed, number, dist.get_rank())) % 2**31)
+        costs = torch.randint(0, 10 ** (2 * width), (count,), generator=own)
+        batch = {"costs": costs, "fields": [FIELDS[name](count, own) for name in fields]}
+        before.append((by_sample(batch, count), alone, costs.tolist()))
+        if mine == "raises":
+            batch["costs"] = -1 - costs if count else torch.ones(3, 3)
+        jobs.append(balancer.start(batch, lacks=mine == "lacks", number=number, dataloader_idx=int(mine == "loader")))
+    found: list[Any] = []
+    for (samples, alone, costs), job in zip(before, jobs, strict=True):
+        try:
+            exchanged = job.result(60)
+        except RuntimeError as error:
+            found.append((alone, samples, costs, str(error)))
+            continue
+        of_batch = None if exchanged is None else by_sample(exchanged.batch, len(exchanged.batch["costs"]))
+        found.append((alone, samples, costs, of_batch, exchanged and exchanged.balanced))
+    balancer.close()
+    return found
+
+
 def fit_unequal(numbers: tuple[int, int]) -> tuple[list[str], list[str], list[Balanced | None]]:
     """Train batches of so many samples by rank; return the differences from a fit without balancing, and the log."""
 
@@ -191,10 +275,10 @@ def fit_unequal(numbers: tuple[int, int]) -> tuple[list[str], list[str], list[Ba
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    results, watch = [], _Watch(None, None)
+    results, watch = [], _Watch()
     try:
         for balance in (None, Balance(num_ids)):
-            model, watch = Model(TABLE_WISE), _Watch(None, None)
+            model, watch = Model(TABLE_WISE), _Watch()
             trainer = make_trainer(make_strategy(model, balance=balance), callbacks=[watch])
             trainer.fit(model, datamodule=Data(TABLE_WISE, make, (6,)))
             results.append(collect(model, trainer.optimizers[0], model.losses))

@@ -1,6 +1,7 @@
 """What balancing refuses: on all ranks alike, with what is wrong and what to do, and nothing hangs."""
 
 import dataclasses
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,40 @@ def _with(**fields: Any) -> Any:
     return change
 
 
+def _hide(batch: Any, index: int, rank: int) -> Any:
+    if rank:
+        vars(batch)["lengths"] = torch.ones(16)
+    return batch
+
+
 def _only_on_one(batch: Any, index: int, rank: int) -> Any:
     return dataclasses.replace(batch, inputs=batch.inputs | ({"more": torch.ones(16)} if rank else {}))
+
+
+def _ends(batch: Any) -> Any:
+    if torch.distributed.get_rank() == 1:
+        raise SystemExit(3)
+    return num_ids(batch)
+
+
+def _huge(batch: Any) -> Any:
+    return num_ids(batch) + 1e39
+
+
+def _copies(batch: Any) -> Any:
+    return [batch] * 16
+
+
+def _splits_not(batch: Any) -> Any:
+    if torch.distributed.get_rank() == 1:
+        raise OSError("no file")
+    return _copies(batch)
+
+
+def _joins_not(samples: Any) -> Any:
+    if torch.distributed.get_rank() == 0:
+        raise ValueError("no place")
+    return samples[0]
 
 
 def _lambda(sample: Any) -> Any:
@@ -111,7 +144,17 @@ CASES: dict[str, tuple[Any, Any, Any, str]] = {
         {"split": lambda batch: [1, 2], "join": list},
         "split returned 2 samples",
     ),
-    "pickle": (num_ids, _same, {"split": _lambda, "join": list}, "pickle"),
+    "pickle": (
+        num_ids,
+        _same,
+        {"split": _lambda, "join": list},
+        "batch 0 of the epoch on rank 0: AttributeError: Can't pickle",
+    ),
+    "ends": (_ends, _same, {}, "batch 0 of the epoch on rank 1: SystemExit: 3"),
+    "huge": (_huge, _same, {}, "which is too large: costs are sent as float32"),
+    "split on one": (num_ids, _same, {"split": _splits_not, "join": list}, "epoch on rank 1: OSError: no file"),
+    "join on one": (num_ids, _same, {"split": _copies, "join": _joins_not}, "batch 0 of the epoch on rank 0: no place"),
+    "hidden": (num_ids, _hide, {}, "a Batch holds a Tensor in lengths, which is no field or item of it"),
 }
 
 
@@ -138,6 +181,45 @@ def test_a_rank_that_fails_alone_is_waited_for_as_long_as_the_timeout_says(get_r
     assert "rank 1 had failed" in first[0]
     assert "no more files" in first[0]
     assert first[1] < 40
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_in_an_exchange_ends_all_ranks_after_the_same_step(two_ranks: Ranks, rank: int) -> None:
+    (steps, seconds, alive), (others, its_seconds, its_alive) = two_ranks.run(balanced.terminate, rank)
+    assert steps == others
+    assert 3 < steps < 12
+    assert max(seconds, its_seconds) < 20
+    assert alive == its_alive == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_sample_of_a_global_batch_is_on_one_rank(get_ranks: Any, num_ranks: int) -> None:
+    """Whatever batches come, a rank's batch lacking, larger, wrong or of another loader among them; all ranks agree."""
+    num = 60
+    of_ranks = get_ranks(num_ranks).run(balanced.exchange_many, 7, num)
+    num_moved = 0
+    for number, found in enumerate(zip(*of_ranks, strict=True)):
+        alone, before = found[0][0], [samples for _, samples, *_ in found]
+        if alone == "raises":
+            said = {text for _, _, _, text in found}
+            assert len(said) == 1, said
+            assert f"batch {number} of the epoch on rank" in said.pop()
+            continue
+        after, balanced_by = [one[3] for one in found], [one[4] for one in found]
+        if alone == "lacks":
+            assert after == [None] * num_ranks
+        elif alone in ("more", "loader"):
+            assert after == before
+            assert balanced_by == [None] * num_ranks
+        else:
+            assert sorted(map(str, chain(*after))) == sorted(map(str, chain(*before)))
+            assert [len(one) for one in after] == [len(one) for one in before]
+            assert len({(one.before, one.after, one.num_moved) for one in balanced_by}) == 1
+            assert balanced_by[0].before == tuple(float(sum(costs)) for _, _, costs, *_ in found)
+            num_moved += balanced_by[0].num_moved
+            if not balanced_by[0].num_moved:
+                assert after == before
+    assert num_moved > num // 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Any batch: its samples, sent to other ranks in any way, are the same samples in the batches there."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,15 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_overlap import Balance
 from lightning_overlap.balance.samples import samples_of
 
 from ..support.modules import variable_batch
-
-KEYS = ["a", "b", "c"]
+from .fields import FIELDS, Plain, by_sample
 
 
 class Pair(NamedTuple):
@@ -32,40 +31,6 @@ class Record:
     unit: str = "clicks"
 
 
-class Plain:
-    def __init__(self, **fields: Any) -> None:
-        vars(self).update(fields)
-
-
-def _jagged(count: int, generator: torch.Generator, features: int, weighted: bool, dim: tuple[int, ...] = ()) -> Any:
-    lengths = torch.randint(0, 4, (features * count,), generator=generator, dtype=torch.int32)
-    num = int(lengths.sum())
-    values = torch.randint(0, 1000, (num, *dim), generator=generator)
-    weights = torch.rand(num, generator=generator) if weighted else None
-    if features > 1:
-        return KeyedJaggedTensor(KEYS[:features], values, weights, lengths=lengths)
-    return JaggedTensor(values, weights=weights, lengths=lengths)
-
-
-Make = Callable[[int, torch.Generator], Any]  # from the number of samples
-FIELDS: dict[str, Make] = {
-    "kjt": lambda n, g: _jagged(n, g, 3, False),
-    "weighted": lambda n, g: _jagged(n, g, 2, True),
-    "jagged": lambda n, g: _jagged(n, g, 1, False),
-    "jagged of vectors": lambda n, g: _jagged(n, g, 1, True, (3,)),
-    "keyed": lambda n, g: KeyedTensor(["a", "b"], [2, 3], torch.rand(n, 5, generator=g)),
-    "floats": lambda n, g: torch.rand(n, 3, 2, generator=g),
-    "not contiguous": lambda n, g: torch.rand(3, n, generator=g).t(),
-    "bfloat16": lambda n, g: torch.rand(n, generator=g).bfloat16(),
-    "bools": lambda n, g: torch.rand(n, 5, generator=g) > 0.5,
-    "complex": lambda n, g: torch.rand(n, 2, generator=g).to(torch.complex64),
-    "no columns": lambda n, g: torch.rand(n, 0, generator=g),
-    "numpy": lambda n, g: torch.rand(n, 3, generator=g).numpy(),
-    "number": lambda n, g: 3.5,
-    "scalar": lambda n, g: torch.tensor(4),
-    "none": lambda n, g: None,
-    "names": lambda n, g: ["x", "y"],
-}
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -76,35 +41,6 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def by_sample(batch: Any, count: int) -> list[Any]:
-    """Return what each sample has, as plain lists: slowly, and without the package."""
-    if isinstance(batch, KeyedJaggedTensor):
-        return list(zip(*(by_sample(batch[key], count) for key in batch.keys()), strict=True))  # noqa: SIM118
-    if isinstance(batch, JaggedTensor):
-        weights = batch.weights_or_none()
-        ends = batch.lengths().cumsum(0).tolist()
-        spans = list(zip([0, *ends[:-1]], ends, strict=True)) if count else []
-        return [
-            (batch.values()[begin:end].tolist(), None if weights is None else weights[begin:end].tolist())
-            for begin, end in spans
-        ]
-    if isinstance(batch, KeyedTensor):
-        return list(zip(batch.values().tolist(), [str(batch.keys())] * count, strict=True))
-    if isinstance(batch, Tensor | np.ndarray) and batch.ndim:
-        return [(row.tolist(), str(batch.dtype)) for row in batch]
-    if isinstance(batch, dict):
-        fields = [*batch.values()]
-    elif isinstance(batch, Plain):
-        fields = [*vars(batch).values()]
-    elif dataclasses.is_dataclass(batch):
-        fields = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    elif isinstance(batch, list | tuple):
-        fields = [*batch]
-    else:
-        return [(str(batch), type(batch).__name__)] * count
-    return list(zip(*(by_sample(field, count) for field in fields), strict=True)) if fields else [()] * count
-
-
 BALANCE = Balance(cost=lambda batch: batch)
 
 
@@ -112,7 +48,7 @@ BALANCE = Balance(cost=lambda batch: batch)
 @given(
     fields=st.lists(st.sampled_from([*FIELDS]), min_size=1, max_size=5),
     container=st.sampled_from([*CONTAINERS]),
-    count=st.integers(1, 6),
+    count=st.integers(0, 6),
     seed=st.integers(0, 1000),
     data=st.data(),
 )
@@ -176,6 +112,82 @@ def test_variable_batch_sizes_are_refused_by_name() -> None:
 def test_a_field_without_samples_is_named(field: Any, said: str) -> None:
     with pytest.raises(ValueError, match=f"{said}.*"):
         samples_of({"x": field, "y": torch.ones(4)}, 4, BALANCE)
+
+
+class _OwnKjt(KeyedJaggedTensor):
+    pass
+
+
+def _kjt(cls: type[KeyedJaggedTensor] = KeyedJaggedTensor, num: int = 8, **kwargs: Any) -> KeyedJaggedTensor:
+    kwargs = kwargs or {"lengths": torch.ones(8, dtype=torch.int64)}
+    return cls(["a", "b"], torch.arange(num), **kwargs)
+
+
+ONES = torch.ones(8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (_kjt(_OwnKjt), "is a _OwnKjt, a subclass of KeyedJaggedTensor"),
+        (_kjt(num=9), "is a KeyedJaggedTensor with 9 values, of which samples have 8, from place 0 on"),
+        (_kjt(num=7), "with 7 values, of which samples have 8"),
+        (_kjt(offsets=torch.arange(1, 10), num=9), "with 9 values, of which samples have 8, from place 1 on"),
+        (JaggedTensor(torch.arange(5), offsets=torch.arange(1, 6)), "is a JaggedTensor with 5 values.* from place 1"),
+        (_kjt(lengths=ONES, weights=torch.ones(8, requires_grad=True)), "a tensor that requires a gradient"),
+        (_kjt(lengths=ONES, weights=torch.ones(8, device="meta")), "on meta"),
+        (KeyedTensor(["a"], [2], torch.ones(4, 2, requires_grad=True)), "a tensor that requires a gradient"),
+        (
+            _kjt(lengths=ONES, inverse_indices=(["a", "b"], torch.zeros(2, 4))),
+            "a KeyedJaggedTensor with inverse_indices",
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_a_new_field_could_not_have_is_refused(field: Any, said: str) -> None:
+    """A batch that would lose something on its way, or be made of other parts, is an error and not another batch."""
+    with pytest.raises(ValueError, match=rf"batch\['x'\] .*{said}"):
+        samples_of({"x": field, "y": torch.ones(4)}, 4, BALANCE)
+
+
+@dataclasses.dataclass
+class Computes:
+    ids: torch.Tensor
+
+    @functools.cached_property
+    def doubled(self) -> torch.Tensor:
+        return self.ids * 2
+
+
+class Items(dict[str, Any]):
+    pass
+
+
+class Many(list[Any]):
+    pass
+
+
+def _with(holder: Any, **attributes: Any) -> Any:
+    vars(holder).update(attributes)
+    return holder
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (_with(Computes(torch.arange(4)), doubled=torch.arange(4)), "a Computes holds a Tensor in doubled"),
+        (_with(Items(ids=torch.arange(4)), lengths=np.arange(4)), "a Items holds a ndarray in lengths"),
+        (_with(Many([torch.arange(4)]), more=[torch.arange(4)]), "the batch holds a Tensor in hidden"),
+        ({"deep": [_with(Items(ids=torch.arange(4)), kjt=_kjt())]}, "a Items holds a KeyedJaggedTensor in kjt"),
+    ],
+    ids=["cached property", "dict", "list", "nested"],
+)
+def test_samples_beside_the_fields_are_not_left_behind(batch: Any, said: str) -> None:
+    """They would be copied with the batch, and be those of other samples then."""
+    samples = samples_of(batch, 4, BALANCE)
+    chunks = [np.concatenate(samples.pack(np.arange(4)))]
+    with pytest.raises(ValueError, match=said):
+        samples.join(chunks, [4])
 
 
 def test_a_batch_without_samples_is_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_overlap.balance import balancer
-from lightning_overlap.balance.samples import _Jagged
+from lightning_overlap.balance.samples import JaggedField
 from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
 from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.deltas.restoring import shard_tables
@@ -689,14 +689,14 @@ def _another_assignment(patch: pytest.MonkeyPatch) -> None:
     "laws/test_balance.py::test_a_balanced_fit_equals_base_on_the_same_batches[base-table_wise]",
 )
 def _values_of_another(patch: pytest.MonkeyPatch) -> None:
-    pack = _Jagged.pack
+    pack = JaggedField.pack
 
-    def pack_shifted(self: _Jagged, places: Any) -> list[Any]:
+    def pack_shifted(self: JaggedField, places: Any) -> list[Any]:
         parts = pack(self, places)
         parts[1] = parts[1][::-1].copy()
         return parts
 
-    patch.setattr(_Jagged, "pack", pack_shifted)
+    patch.setattr(JaggedField, "pack", pack_shifted)
 
 
 @breaks(

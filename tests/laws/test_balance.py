@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
 
 from lightning_overlap import MODES
 
 from ..balance import balanced
+from ..deltas.histories import updated
 from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, WEIGHTED, Case
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
@@ -80,22 +83,69 @@ def test_accumulation_and_ends_of_a_fit(two_ranks: Ranks, kwargs: dict[str, Any]
     assert differences(_results(actual), _results(expected)) == [[], []]
 
 
-def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint_format", ["sharded", "incremental"])
+def test_a_resumed_fit_equals_one_that_was_not_stopped(
+    two_ranks: Ranks, tmp_path: Path, checkpoint_format: str
+) -> None:
     """The loaders' states are those of the batches before their samples were exchanged."""
-    saved = {"save_after": 4, "path": tmp_path / "4.ckpt", "data": {"stateful": True}, "max_epochs": 2}
-    whole = two_ranks.run(balanced.fit, TABLE_WISE, "fused_sparse_dist", **saved)
-    resumed = two_ranks.run(
-        balanced.fit,
-        TABLE_WISE,
-        "fused_sparse_dist",
-        ckpt_path=tmp_path / "4.ckpt",
-        data={"stateful": True},
-        max_epochs=2,
+    kwargs = {"data": {"stateful": True}, "max_epochs": 2, "options": {"checkpoint_format": checkpoint_format}}
+    whole = two_ranks.run(
+        balanced.fit, TABLE_WISE, "fused_sparse_dist", save_after=(2, 3, 4), folder=tmp_path, **kwargs
     )
+    resumed = two_ranks.run(balanced.fit, TABLE_WISE, "fused_sparse_dist", ckpt_path=tmp_path / "4.ckpt", **kwargs)
     for (expected, _), (actual, _) in zip(whole, resumed, strict=True):
         assert torch.equal(actual.losses, expected.losses[4:])
         actual.losses = expected.losses
         assert actual.differences(expected) == []
+
+
+@st.composite
+def _fits(draw: Any) -> dict[str, Any]:
+    pipeline, num_ranks = draw(st.sampled_from([*EXACT, "auto"])), draw(st.integers(2, 3))
+    case, poisons, by_hand = draw(st.sampled_from(CASES)), draw(st.booleans()), draw(st.booleans())
+    lengths = tuple(draw(st.lists(st.integers(4, 8), min_size=3, max_size=3)))
+    k = 1 if by_hand else draw(st.integers(1, 3))
+    return {"pipeline": pipeline, "num_ranks": num_ranks, "case": case, "poisons": poisons} | {
+        "by_hand": by_hand,
+        "lengths": lengths,
+        "k": k,
+        "sends": draw(st.booleans()),
+    }
+
+
+@settings(
+    max_examples=5,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # a smaller example would take minutes of fits
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(drawn=_fits())
+@example(
+    {"pipeline": "fused_sparse_dist", "num_ranks": 3, "case": MIXED, "poisons": True}
+    | {"by_hand": False, "lengths": (7, 5, 8), "k": 2, "sends": True}
+)
+@example(
+    {"pipeline": "split_backward", "num_ranks": 2, "case": TABLE_WISE, "poisons": True}
+    | {"by_hand": True, "lengths": (8, 8, 8), "k": 1, "sends": True}
+)
+def test_whatever_else_a_fit_does_it_equals_base_on_the_same_batches(
+    get_ranks: Any, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
+) -> None:
+    """Losses that are skipped, deltas, accumulation, optimization by hand, ranks whose data end early, three ranks."""
+    ranks, lengths = get_ranks(drawn["num_ranks"]), drawn["lengths"][: drawn["num_ranks"]]
+    folders = [tmp_path_factory.mktemp("deltas") for _ in range(2)] if drawn["sends"] else [None, None]
+    kwargs: dict[str, Any] = {"by_hand": drawn["by_hand"], "accumulate_grad_batches": drawn["k"]}
+    if drawn["poisons"]:
+        kwargs |= {"make": balanced.poisoned, "options": {"nonfinite": "skip"}}
+    shortest = {"lengths": (min(lengths),), "deltas": folders[0]}
+    expected = ranks.run(balanced.fit, drawn["case"], "base", balances=False, **shortest, **kwargs)
+    actual = ranks.run(balanced.fit, drawn["case"], drawn["pipeline"], lengths=lengths, deltas=folders[1], **kwargs)
+    assert differences(_results(actual), _results(expected)) == [[]] * len(lengths)
+    assert any(one.num_moved for one in actual[0][1])
+    if drawn["sends"]:
+        first, second = (updated(None, folder).state_dict() for folder in folders)
+        assert first.keys() == second.keys()
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def test_batches_of_unequal_sizes_stay_as_they_are(two_ranks: Ranks) -> None:
