@@ -7,6 +7,7 @@ the marker lists the files of earlier saves: those of `base/`, and those of rows
 - `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`; hard links but for
   the newest K. `rows.json` says which file has what, in the order in which they are applied;
 - `.metadata` and `*.distcp`: all that is no row of a fused table, as of this save, in the place of what `base/` has;
+  all ids of managed collision modules, too;
 - `increment.pt`, in the place of a whole folder's `meta.pt`: readers that do not know increments find no checkpoint.
 """
 
@@ -80,7 +81,7 @@ class Increments:
 
     A save is whole if there is none before it, if the newest is gone or failed, if tables were written other than by
     their backward since, or if the rows since the last whole one have more than `most` times its bytes. All ranks make
-    the same calls. Raises a ValueError for managed collision modules.
+    the same calls. Raises a ValueError for managed collision modules other than `MCHManagedCollisionModule`.
     """
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:

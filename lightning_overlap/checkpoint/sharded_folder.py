@@ -43,7 +43,6 @@ from .not_checkpoints import (
     why_no_checkpoint,
 )
 from .parts import (
-    ASSIGNING_RANKS,
     AVERAGES,
     COLLISIONS,
     ENTRIES,
@@ -443,16 +442,11 @@ def load_folder(
 def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, Any]:
     """Return what a full file of a checkpoint folder has, with unsharded tensors on the host; needs no other ranks.
 
-    Holds these tensors and one shard. Raises a DamagedError if a file is not as it was saved, a RuntimeError for
-    objects that `weights_only` rejects, and a ValueError for managed collision modules.
+    Holds these tensors and one shard. Raises a DamagedError if a file is not as it was saved, and a RuntimeError for
+    objects that `weights_only` rejects.
     """
     place = as_place(path)
     rest = _read_rest(place, weights_only=weights_only, checks_all=True)
-    if ASSIGNING_RANKS in rest:
-        raise ValueError(
-            f"{place} has managed collision modules, whose ids of several ranks are put together as they are loaded. "
-            "Load the folder with OverlapEmbeddingStrategy, or save with checkpoint_format='full'."
-        )
     state: State = {}
     with _loading(place):
         # What an incremental folder has itself comes before what its base has.

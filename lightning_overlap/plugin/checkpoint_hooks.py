@@ -123,10 +123,10 @@ class SavesShards(HasRun):
     def begin_increments(self, fit: Fit, undo: ExitStack) -> None:
         """Begin to mark the rows that the next checkpoint has to have; all ranks call this as a fit begins."""
         if self.checkpoint_format == INCREMENTAL:
-            if hands_out_rows(self._module):
+            if others := checkpoints.immovable_collisions(self._module):
                 raise ValueError(
-                    "checkpoint_format='incremental' cannot hold managed collision modules, whose rows change with "
-                    "their ids. Use checkpoint_format='sharded'."
+                    f"{others}: checkpoint_format='incremental' holds the ids of MCHManagedCollisionModule only. Use "
+                    "checkpoint_format='sharded'."
                 )
             access = fit.sparse.table_access
             fit.increments = Increments(self._module, access, self.checkpoint_group, self.most_increments)

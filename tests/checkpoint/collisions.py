@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torchrec
@@ -25,11 +27,13 @@ from lightning_overlap.checkpoint.moved_ids import counting_modules
 from lightning_overlap.checkpoint.table_state import KERNEL_KINDS, fused_state, local_parts
 from lightning_overlap.compat.torchrec import ranks_of, seen_ids
 from lightning_overlap.distributed import gather_objects
+from lightning_overlap.plugin import unsupported
 
 from ..support.cases import dense_optimizer
 from ..support.fits import make_trainer
 from ..support.modules import draw_weights, plan_by_place, rows
-from ..tables.supported_modules import collect
+from ..tables.supported_modules import Batches as KindBatches
+from ..tables.supported_modules import KindModel, collect, make_plan
 from .resumes import SaveSteps
 
 EPOCH, EPOCHS, BATCH_SIZE, DIM = 6, 2, 6, 8
@@ -170,10 +174,12 @@ def fit(
     seed: int = 3,
     epochs: int = EPOCHS,
     num_val: int = 0,
+    async_checkpoint: bool = False,
 ) -> Run:
     torch.manual_seed(seed + dist.get_rank())
     model = Model(setting)
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan_of(model), checkpoint_format=checkpoint_format)
+    forms: dict[str, Any] = {"checkpoint_format": checkpoint_format, "async_checkpoint": async_checkpoint}
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan_of(model), most_increments=10, **forms)
     options: dict[str, Any] = {"max_epochs": epochs, "limit_val_batches": num_val, "num_sanity_val_steps": 0}
     trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, save_at)], **options)
     with warnings.catch_warnings(action="ignore"):
@@ -187,9 +193,45 @@ def fit(
     return Run([float(loss) for loss in model.losses], state)
 
 
+class SavesBoth(Callback):
+    """Saves a folder at each step, and a full file beside it at one step."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step <= self.step:
+            trainer.save_checkpoint(f"{self.folder}/folder={trainer.global_step}.ckpt")
+        if trainer.global_step == self.step:
+            trainer.strategy.checkpoint_format = "full"
+            trainer.save_checkpoint(f"{self.folder}/full.ckpt")
+
+
+def save_both(setting: Setting, folder: str, form: str, step: int) -> dict[str, Any]:
+    """Fit, save a folder and a full file, and return how ids are looked up in the end, at that step."""
+    torch.manual_seed(3 + dist.get_rank())
+    model = Model(setting)
+    strategy = OverlapEmbeddingStrategy(sharding=plan_of(model), checkpoint_format=form, most_increments=10)
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": step, "limit_val_batches": 0}
+    trainer = make_trainer(strategy, callbacks=[SavesBoth(folder, step)], **options)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(model, loader(setting))
+    return answers(model, {table: sorted(rows) for table, rows in known(model, []).rows.items()})
+
+
+def refused_increments() -> tuple[str, int]:
+    """Return the error of a fit of MPZCH, which is not refused for the CPU's sake here, and the steps before it."""
+    model = KindModel("hashed")
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(model), checkpoint_format="incremental")
+    trainer = make_trainer(strategy, limit_val_batches=0)
+    with mock.patch.object(unsupported, "HashZchManagedCollisionModule", ()), pytest.raises(ValueError) as caught:  # noqa: PT011
+        trainer.fit(model, datamodule=KindBatches(model.case, 3))
+    return str(caught.value), len(model.losses)
+
+
 def resume_differs(setting: Setting, folder: str, stop: int, **options: Any) -> list[str]:
-    """Fit at once; and from a checkpoint after `stop` batches, 0: after the first epoch."""
-    whole = fit(setting, folder, save_at=(stop,), **options)
+    """Fit at once, with a save after each batch; and from that after `stop` batches, 0: after the first epoch."""
+    whole = fit(setting, folder, save_at=tuple(range(EPOCH * EPOCHS)), **options)
     rest = fit(setting, folder, load=f"step={stop}" if stop else "epoch=0", seed=44, **options)
     return rest.differences(whole)
 
@@ -278,9 +320,9 @@ def save(setting: Setting, folder: str, form: str, steps: int = EPOCH + 2) -> tu
     """Fit, save "step=8.ckpt", and return what is known then, and how ids are looked up."""
     torch.manual_seed(3 + dist.get_rank())
     model = Model(setting)
-    strategy = OverlapEmbeddingStrategy(sharding=plan_of(model), checkpoint_format=form)
+    strategy = OverlapEmbeddingStrategy(sharding=plan_of(model), checkpoint_format=form, most_increments=10)
     options: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": steps, "limit_val_batches": 0}
-    trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, (steps,))], **options)
+    trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, (steps - 5, steps - 1, steps))], **options)
     with warnings.catch_warnings(action="ignore"):
         trainer.fit(model, loader(setting))
     found = known(model, [])
@@ -310,10 +352,10 @@ def load(
     return as_loaded.known, answers(evaluated, {table: sorted(rows) for table, rows in as_loaded.known.rows.items()})
 
 
-def load_unsharded(setting: Setting, folder: str, ids: Mapping[str, list[int]]) -> dict[str, Any]:
+def load_unsharded(setting: Setting, path: str, ids: Mapping[str, list[int]]) -> dict[str, Any]:
     """Return how the unsharded module looks ids up, from a full file."""
     model = Model(setting)
-    checkpoint = torch.load(f"{folder}/step=8.ckpt", weights_only=True)
+    checkpoint = torch.load(path, weights_only=True)
     model.load_state_dict(checkpoint["state_dict"])
     return answers(model, ids)
 

@@ -1,5 +1,6 @@
 """Checkpoints of managed collision modules: ids keep their rows and states, on as many ranks and on others."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,9 +10,12 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from lightning_overlap.consolidate import main as consolidate
+
 from ..support.ranks import RankError, Ranks
 from . import collisions
 from .collisions import EPOCH, POLICIES, Setting
+from .test_consolidate import differences
 
 PHASES = (
     Phase.explicit,
@@ -30,14 +34,24 @@ SETTINGS = st.builds(
 def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None:
     """With any interval between evictions; dropout draws from the generator that evictions draw from."""
 
-    @settings(max_examples=8, phases=PHASES)
-    @given(setting=SETTINGS, stop=st.integers(0, 2 * EPOCH - 1), num_val=st.sampled_from([0, 2]))
-    @example(setting=Setting(interval=5), stop=3, num_val=0)
-    @example(setting=Setting("lru", interval=4), stop=0, num_val=2)
-    def holds(setting: Setting, stop: int, num_val: int) -> None:
+    @settings(max_examples=6, phases=PHASES)
+    @given(
+        setting=SETTINGS,
+        stop=st.integers(0, 2 * EPOCH - 1),
+        num_val=st.sampled_from([0, 2]),
+        form=st.sampled_from(["sharded", "incremental", "full"]),
+        async_checkpoint=st.booleans(),
+    )
+    @example(setting=Setting(interval=5), stop=3, num_val=0, form="sharded", async_checkpoint=False)
+    @example(setting=Setting("lru", interval=4), stop=0, num_val=2, form="sharded", async_checkpoint=False)
+    @example(setting=Setting(interval=1), stop=8, num_val=0, form="incremental", async_checkpoint=True)
+    def holds(setting: Setting, stop: int, num_val: int, form: str, async_checkpoint: bool) -> None:
+        options = {"checkpoint_format": form, "async_checkpoint": async_checkpoint and form != "full"}
         with TemporaryDirectory() as folder:
-            found = two_ranks.run(collisions.resume_differs, setting, folder, stop, num_val=num_val)
+            found = two_ranks.run(collisions.resume_differs, setting, folder, stop, num_val=num_val, **options)
+            is_increment = Path(folder, f"step={stop}.ckpt" if stop else "epoch=0.ckpt", "base").exists()
         assert found == [[], []]
+        assert is_increment == (form == "incremental" and stop != 1)
 
     holds()
 
@@ -49,17 +63,18 @@ def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:
     @given(
         setting=SETTINGS,
         sizes=st.sampled_from([(1, 2), (2, 1), (1, 3), (3, 1), (2, 3), (3, 2)]),
-        forms=st.tuples(st.sampled_from(["full", "sharded"]), st.sampled_from(["full", "sharded"])),
+        forms=st.tuples(
+            st.sampled_from(["full", "sharded", "incremental"]), st.sampled_from(["full", "sharded", "incremental"])
+        ),
     )
     @example(setting=Setting("distance", interval=3), sizes=(1, 2), forms=("sharded", "full"))
     @example(setting=Setting("lru", interval=1), sizes=(2, 1), forms=("full", "sharded"))
+    @example(setting=Setting(interval=1), sizes=(2, 1), forms=("incremental", "incremental"))
     def holds(setting: Setting, sizes: tuple[int, int], forms: tuple[str, str]) -> None:
         before, after = map(get_ranks, sizes)
         with TemporaryDirectory() as folder:
             [(saved, looked_up), *_] = before.run(collisions.save, setting, folder, forms[0])
-            if forms[0] == "full":
-                ids = {table: sorted(rows) for table, rows in saved.rows.items()}
-                assert collisions.load_unsharded(setting, folder, ids) == looked_up
+            assert Path(folder, "step=8.ckpt", "base").exists() == (forms[0] == "incremental")
             [(moved, looked_up_there), *_] = after.run(collisions.load, setting, folder, forms[1])
             [(back, _), *_] = before.run(collisions.load, setting, folder, forms[1], "two", "three")
         for table, rows in saved.rows.items():
@@ -83,6 +98,32 @@ def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:
     holds()
 
 
+def test_a_consolidated_folder_is_a_full_file(get_ranks: Callable[..., Ranks]) -> None:
+    """Of the same step, entry by entry; the unsharded module looks known ids up as the ranks do."""
+
+    @settings(max_examples=3, phases=PHASES)
+    @given(
+        setting=SETTINGS,
+        size=st.integers(1, 3),
+        form=st.sampled_from(["sharded", "incremental"]),
+        step=st.integers(EPOCH + 1, 2 * EPOCH),
+    )
+    @example(setting=Setting(interval=1), size=2, form="sharded", step=8)
+    @example(setting=Setting("lru", interval=2), size=2, form="incremental", step=9)
+    def holds(setting: Setting, size: int, form: str, step: int) -> None:
+        with TemporaryDirectory() as folder:
+            [looked_up, *_] = get_ranks(size).run(collisions.save_both, setting, folder, form, step)
+            assert Path(folder, f"folder={step}.ckpt", "base").exists() == (form == "incremental")
+            one, other = f"{folder}/one.ckpt", f"{folder}/full.ckpt"
+            assert consolidate([f"{folder}/folder={step}.ckpt", one]) == 0
+            assert differences(*(torch.load(path, weights_only=True) for path in (one, other))) == []
+            ids = {table: sorted(rows) for table, rows in looked_up.items()}
+            assert all(ids.values())
+            assert collisions.load_unsharded(setting, one, ids) == looked_up
+
+    holds()
+
+
 def test_rows_that_a_table_has_not_are_an_error_on_every_rank(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     setting = Setting(interval=1)
     get_ranks(1).run(collisions.save, setting, str(tmp_path), "full")
@@ -92,3 +133,9 @@ def test_rows_that_a_table_has_not_are_an_error_on_every_rank(get_ranks: Callabl
     torch.save(checkpoint, tmp_path / "step=8.ckpt")
     with pytest.raises(RankError, match=r"ids of the table mc\.\S+t1\.weight rows outside of its 24 rows"):
         get_ranks(2).run(collisions.load, setting, str(tmp_path), "full", timeout_s=40)
+
+
+def test_hashed_ids_are_refused_in_increments(two_ranks: Ranks) -> None:
+    for said, num_steps in two_ranks.run(collisions.refused_increments):
+        assert re.match(r"mc\.\S+ \(HashZch\w+\): checkpoint_format='incremental' holds .* Use .*'sharded'", said)
+        assert num_steps == 0
