@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .checkpoint import folder_at, is_address, is_folder, read_folder, resolve_path, write_file
+from .checkpoint import folder_at, is_address, is_folder, place_at, read_folder, resolve_path, write_file
 from .text import without_secrets
 
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out: Path = options.out or Path(f"{Path(folder)}.consolidated")
         if out.exists():
             raise FileExistsError(f"{out} exists. Remove it, or name another file: {parser.prog} FOLDER OUT")
+        place_at(folder)  # raises for an address that is none
         place = folder_at(folder) if is_address(folder) else resolve_path(Path(folder))
         if place is None or not is_folder(place):
             raise ValueError(f"{without_secrets(folder)} is no checkpoint folder, but perhaps a file already.")

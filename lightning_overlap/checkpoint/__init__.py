@@ -9,6 +9,7 @@ from .full_file import (
     load_dense,
     load_file,
     load_fused,
+    upload_file,
     write_file,
 )
 from .incremental import Increments
@@ -31,7 +32,7 @@ from .sharded_folder import (
     read_folder,
     resolve_path,
 )
-from .store_place import StorePlace, is_address, or_warn, place_at
+from .store_place import StorePlace, can_hold_folders, is_address, or_warn, place_at
 from .table_state import (
     ITERATION,
     KERNEL_KINDS,

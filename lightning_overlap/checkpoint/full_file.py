@@ -1,5 +1,6 @@
 """Checkpoints of sharded tables as one file of plain tensors, which also loads into the unsharded module."""
 
+import io
 import socket
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+import fsspec
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -16,7 +18,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..tables import hands_out_rows, sharded_modules
-from ..text import some
+from ..text import message_without_secrets, some, without_secrets
 from .atomic import atomic_replace, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
@@ -93,6 +95,26 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
         atomic_replace(unfinished, path, also)
 
     with writing(path):
+        on_rank_zero(write, group)
+
+
+def upload_file(content: dict[str, Any] | None, address: str, group: Group) -> None:
+    """Write a result of `gather_checkpoint` to an address of fsspec; every rank raises an OSError if it failed.
+
+    Not by Lightning's CheckpointIO: it goes on without a word if the store denies access.
+    """
+
+    def write() -> None:
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        try:
+            files, path = fsspec.core.url_to_fs(address)
+            with files.transaction:
+                files.pipe_file(path, buffer.getvalue())
+        except Exception as err:
+            raise OSError(message_without_secrets(f"{type(err).__name__}: {err}", address)) from None
+
+    with writing(without_secrets(address)):
         on_rank_zero(write, group)
 
 

@@ -55,7 +55,7 @@ from .parts import (
 from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
 from .snapshot import Snapshot, saved
-from .store_place import READ_ONLY, StorePlace, or_warn, place_at
+from .store_place import StorePlace, can_hold_folders, is_address, or_warn, place_at
 from .table_state import FusedTables, Loading, Piece, check_sizes, on_host
 
 SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
@@ -216,7 +216,7 @@ def on_rank_zero(action: Callable[[], None], group: Group) -> None:
 
 
 @contextmanager
-def writing(path: Path | Place) -> Iterator[None]:
+def writing(path: Path | Place | str) -> Iterator[None]:
     """Raise an OSError for an error that every rank raises, also for a rank that does not respond."""
     try:
         yield
@@ -363,18 +363,33 @@ def folder_at(path: Any) -> Place | None:
 
     Raises a ValueError for a part of a folder in an object store, an ImportError if its package is not installed.
     """
-    if str(path).startswith(READ_ONLY) or "::" in str(path):
+    if is_address(path) and not can_hold_folders(path):
         return None
     place = place_at(path)
-    if is_folder(place):
-        return place
+    try:
+        if is_folder(place):
+            return place
+    except PermissionError:
+        # A store says this of what is not there, to whoever may read files and not list them.
+        if isinstance(place, StorePlace) and place.is_file():
+            return None
+        raise
     return _resolve_store(place) if isinstance(place, StorePlace) and place.holds_files() else None
 
 
-def discard_folder(path: Any) -> None:
-    """Remove a checkpoint folder in an object store, if there is one, from beside a file of the same name."""
-    if (place := folder_at(path)) is not None and isinstance(place, StorePlace):
-        or_warn(place.discard_folder)
+def discard_folder(path: Any, storage_options: Any) -> None:
+    """Remove a checkpoint folder in an object store, whole or not, from beside a file of the same name.
+
+    A warning if the store fails.
+    """
+    options = storage_options if isinstance(storage_options, Mapping) else None  # else a CheckpointIO of the user's
+
+    def discard() -> None:
+        if isinstance(place := place_at(path, options), StorePlace):
+            place.discard_folder()
+
+    if can_hold_folders(path):
+        or_warn(discard)
 
 
 def load_folder(

@@ -5,6 +5,7 @@
 
 A new save of NAME replaces the marker, which is atomic, and then the old save's files are removed. Several markers may
 list files of one save, also of another checkpoint in DIR: a save is removed once no marker in DIR lists its files.
+A checkpoint that was copied from a disk has its files beside the marker, and in `base/`; no other marker lists them.
 """
 
 import os
@@ -28,6 +29,9 @@ from .checksums import SAVE_NAME, Checksums, read_checksums
 from .not_checkpoints import CHECKSUMS_NAME, DamagedError
 from .places import LocalPlace, Place
 
+_OF_A_DISK = re.compile(r"meta\.pt|increment\.pt|\.metadata|__\d+_\d+\.distcp|rows\.json|rows_\d+_\d+\.pt")
+"""What names the files of a checkpoint have, which lie in its folder itself if it was copied from a disk."""
+
 _ON_DISK = ("file://", "local://")  # fsspec's addresses of local files
 READ_ONLY = ("http://", "https://")
 
@@ -35,6 +39,18 @@ READ_ONLY = ("http://", "https://")
 def is_address(path: object) -> bool:
     """Return whether a path is an address that fsspec reads, and not a local file."""
     return "://" in str(path) and not str(path).startswith(_ON_DISK)
+
+
+def can_hold_folders(path: object) -> bool:
+    """Return whether a path is an address at which checkpoint folders may be: of fsspec, and written to."""
+    if not is_address(path) or str(path).startswith(READ_ONLY) or "::" in str(path):
+        return False
+    with suppress(ImportError):
+        try:
+            fsspec.get_filesystem_class(str(path).partition("://")[0])
+        except ValueError:
+            return False  # perhaps a CheckpointIO of the user's knows it
+    return True
 
 
 def place_at(path: Any, storage_options: Mapping[str, Any] | None = None) -> Place:
@@ -77,6 +93,7 @@ class StorePlace:
                 f"a sharded checkpoint cannot be at {without_secrets(address)}: the address must be one that is "
                 "written to, as s3://bucket/folder/name, and not http or a chain of addresses."
             )
+        self._files: Any = None
         with self._errors("open"):
             # Other ranks write there too: a listing that is kept may be old.
             self._files, self._path = fsspec.core.url_to_fs(self.address, use_listings_cache=False, **self._options)
@@ -108,14 +125,24 @@ class StorePlace:
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint is a folder with this file."""
+        return self._is(f"{self._path}/{name}", "file")
+
+    def _is(self, path: str, kind: str) -> bool:
+        """Return whether there is a "file" or "directory"; an OSError if the store fails.
+
+        Not by fsspec's `isfile` and `isdir`: they return False for every error, as if there were none.
+        """
         with self._errors("read"):
-            return bool(self._files.isfile(f"{self._path}/{name}"))
+            try:
+                return bool(self._files.info(path)["type"] == kind)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def modified(self) -> float:
         """Return when the checkpoint, which is whole, was written: seconds by the store's clock."""
         with self._errors("read"):
             marker = f"{self._path}/{CHECKSUMS_NAME}"
-            when = self._files.modified(marker if self._files.isfile(marker) else self._path)
+            when = self._files.modified(marker if self.has(CHECKSUMS_NAME) else self._path)
             return float(when.timestamp() if isinstance(when, datetime) else when)
 
     # -- reading
@@ -167,9 +194,8 @@ class StorePlace:
         or_warn(partial(self._remove_replaced, before))
 
     def _remove_replaced(self, before: set[str]) -> None:
-        with self._errors("remove files of"):
-            if self._files.isfile(self._path):  # a full file of this name
-                self._files.rm_file(self._path)
+        if self.is_file():  # a full file of this name
+            self._remove_files([self._path])
         self._remove_unused(before)
 
     def _put_marker(self, checksums: Checksums) -> None:
@@ -184,13 +210,15 @@ class StorePlace:
 
     def exists(self) -> bool:
         """Return whether there is a whole checkpoint, or a full file."""
-        with self._errors("read"):
-            return self.has(CHECKSUMS_NAME) or bool(self._files.isfile(self._path))
+        return self.has(CHECKSUMS_NAME) or self.is_file()
+
+    def is_file(self) -> bool:
+        """Return whether this name is a full file."""
+        return self._is(self._path, "file")
 
     def holds_files(self) -> bool:
         """Return whether this name is a folder, whole or not."""
-        with self._errors("read"):
-            return bool(self._files.isdir(self._path))
+        return self._is(self._path, "directory")
 
     def names_beside(self, stem: str, suffix: str) -> list[str]:
         """Return the names in the same folder that begin with `stem` and end with `suffix`, of what is whole."""
@@ -216,9 +244,8 @@ class StorePlace:
         A full file of this name is removed too.
         """
         self.discard_folder()
-        with self._errors("remove files of"):
-            if self._files.isfile(self._path):
-                self._files.rm_file(self._path)
+        if self.is_file():
+            self._remove_files([self._path])
         self._tell_of_changes()
 
     def discard_folder(self) -> None:
@@ -240,9 +267,16 @@ class StorePlace:
         return set() if checksums is None else checksums.saves()
 
     def _remove_unused(self, saves: Iterable[str]) -> None:
-        """Remove those of `saves`, and of the saves under this name, that no marker beside it lists."""
-        under_it = (f"{self.name}/{name}" for name in self._names(self._path) if SAVE_NAME.fullmatch(name))
-        unused = {*saves, *under_it}
+        """Remove those of `saves`, and of the saves under this name, that no marker beside it lists.
+
+        Files that lie under this name itself are removed too: its marker, which is gone or new, does not list them.
+        """
+        names = self._names(self._path)
+        self._remove_files(f"{self._path}/{name}" for name in names if _OF_A_DISK.fullmatch(name))
+        if "base" in names:
+            inside = [name for name in self._names(f"{self._path}/base") if _OF_A_DISK.fullmatch(name)]
+            self._remove_files(f"{self._path}/base/{name}" for name in [CHECKSUMS_NAME, *inside])
+        unused = {*saves, *(f"{self.name}/{name}" for name in names if SAVE_NAME.fullmatch(name))}
         for name in self._names(self._folder) if unused else ():
             try:
                 checksums = read_checksums(self.beside(name))
@@ -258,8 +292,13 @@ class StorePlace:
         if not has_magic(path):
             self._files.rm(path, recursive=True)  # some stores remove many files by one call
             return
-        for file in self._files.find(path):  # `rm` would take the name for a pattern
-            self._files.rm_file(file)
+        self._remove_files(self._files.find(path))  # `rm` would take the name for a pattern
+
+    def _remove_files(self, paths: Iterable[str]) -> None:
+        with self._errors("remove files of"):
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    self._files.rm_file(path)
 
     def _names(self, path: str) -> list[str]:
         """Return the names in a folder; none without it."""
@@ -280,16 +319,17 @@ class StorePlace:
     def _errors(self, what: str) -> Iterator[None]:
         """Raise an OSError for any error of the store, without secrets, which other ranks can be sent.
 
-        A FileNotFoundError stays one; at the opening an ImportError and a ValueError, too.
+        A FileNotFoundError and a PermissionError stay such; at the opening an ImportError and a ValueError, too.
         """
         try:
             yield
         except Exception as err:
             if isinstance(err, StoreError):
                 raise
-            kinds = (FileNotFoundError, *((ImportError, ValueError) if what == "open" else ()))
+            kinds = (FileNotFoundError, PermissionError, *((ImportError, ValueError) if what == "open" else ()))
             kind = next((kind for kind in kinds if isinstance(err, kind)), StoreError)
-            secrets = [value for name, value in _texts(self._options) if _SECRET.search(name)]
+            options = self._options if self._files is None else self._files.storage_options  # and its configuration
+            secrets = [value for name, value in _texts(options) if _SECRET.search(name)]
             text = message_without_secrets(str(err), self.address)
             for secret in secrets:
                 text = text.replace(secret, "***")

@@ -27,6 +27,7 @@ from ..checkpoint import (
     LocalPlace,
     Place,
     is_address,
+    is_folder,
 )
 from ..compat.lightning import AFTER_SAVE
 from ..distributed import gather_objects
@@ -177,9 +178,12 @@ class SavesShards(HasRun):
         if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if not _is_plain_file(filepath, storage_options, self.checkpoint_io):
-                super().save_checkpoint(content or {}, filepath, storage_options)
+                if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None:
+                    checkpoints.upload_file(content, str(filepath), self.checkpoint_group)
+                else:
+                    super().save_checkpoint(content or {}, filepath, storage_options)
                 if self.is_global_zero:
-                    checkpoints.discard_folder(filepath)  # of the same name, which loads would prefer
+                    checkpoints.discard_folder(filepath, storage_options)  # of the same name, which loads would prefer
                 return
             assert isinstance(place, LocalPlace)
             also = first.path if isinstance(first, LocalPlace) else None
@@ -233,14 +237,18 @@ class SavesShards(HasRun):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Only once the checkpoint that was saved after it is complete.
-        sharded_in_store = is_address(filepath) and self._is_sharded and self._format_of_saves != FULL
-        if not _is_plain_file(filepath, None, self.checkpoint_io) and not sharded_in_store:
-            self._folder_saver.on_commit(partial(super().remove_checkpoint, filepath))
+        remove_own = partial(super().remove_checkpoint, filepath)
+        in_store = self._is_sharded and checkpoints.can_hold_folders(filepath)
+        if not _is_plain_file(filepath, None, self.checkpoint_io) and not in_store:
+            self._folder_saver.on_commit(remove_own)
         elif self.is_global_zero:
             last = checkpoint_links.keeping_last(self._running_trainer)
             stems = {callback.CHECKPOINT_NAME_LAST for callback in last}
             place = checkpoints.place_at(filepath)
-            self._on_commit(place, partial(_remove, place, self._newest, stems))
+            remove = partial(_remove, place, self._newest, stems)
+            # An earlier fit may have written a folder there, and other checkpoints may list its files.
+            may_be_file = in_store and self._format_of_saves == FULL
+            self._on_commit(place, lambda: remove_own() if may_be_file and not is_folder(place) else remove())
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -266,14 +274,14 @@ class SavesShards(HasRun):
                     err.add_note(f"{loader} could not load {shown}. Pass the path of a whole checkpoint.")
                     raise
             place = checkpoints.resolve_path(checkpoints.place_at(checkpoint_path))
-            return place, checkpoints.is_folder(place)
+            return place, is_folder(place)
 
         def read_file() -> tuple[Any, bool]:
             return checkpoints.load_file(checkpoint.path, weights_only=weights_only), False
 
         read_alike = partial(found_checkpoints.read_alike, path=checkpoint_path, group=self.checkpoint_group)
         checkpoint: Any = read_alike(find)
-        if isinstance(checkpoint, LocalPlace) and not checkpoints.is_folder(checkpoint):
+        if isinstance(checkpoint, LocalPlace) and not is_folder(checkpoint):
             checkpoints.check_file(checkpoint.path, self.checkpoint_group)  # before anything of it is used
             checkpoint = read_alike(read_file)
         if not isinstance(checkpoint, dict):  # of a folder, which all ranks read together

@@ -43,11 +43,29 @@ def _tell(what: str, path: str) -> None:
         action(what, path)
 
 
+@contextmanager
+def needing(key: str) -> Iterator[None]:
+    """Let the store refuse whoever does not give it this key, by an error that says the one that was given."""
+    Objects.needed = key
+    try:
+        yield
+    finally:
+        Objects.needed = ""
+
+
 class Objects(AbstractFileSystem):
     protocol = "objects"
     root = Path()
+    needed = ""
+    unknown = ""  # how the path ends of which the store says nothing
+
+    def __init__(self, key: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.key = key
 
     def _file(self, path: str) -> Path:
+        if self.needed not in ("", self.key):
+            raise PermissionError(f"{self.key!r} does not open {path}")
         return self.root / quote(self._strip_protocol(path), safe="")
 
     def _keys(self) -> list[str]:
@@ -81,6 +99,8 @@ class Objects(AbstractFileSystem):
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
+        if self.unknown and path.endswith(self.unknown):
+            raise ConnectionError(f"no answer about {path}")
         if self._file(path).is_file():
             return self._info_of(path)
         self.ls(path)
@@ -91,10 +111,10 @@ class Objects(AbstractFileSystem):
             raise IsADirectoryError(path)
         return datetime.datetime.fromtimestamp(int(info["modified"]), datetime.UTC)  # whole seconds, as S3 has it
 
-    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **kwargs: Any) -> Any:
         if mode == "rb":
             return io.BytesIO(self._file(path).read_bytes())
-        return _Upload(self, path)
+        return _Upload(self, path, autocommit)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         self.put_object(path, value)
@@ -119,17 +139,23 @@ class Objects(AbstractFileSystem):
 
 
 class _Upload(io.BytesIO):
-    """Becomes an object when it is closed."""
+    """Becomes an object when it is closed, in a transaction of fsspec when that ends."""
 
-    def __init__(self, files: Objects, path: str) -> None:
+    def __init__(self, files: Objects, path: str, autocommit: bool) -> None:
         super().__init__()
-        self._files, self._path = files, path
+        self._files, self._path, self._autocommit = files, path, autocommit
+        self._content = b""
         self._dropped = False
 
     def discard(self) -> None:
         self._dropped = True
 
+    def commit(self) -> None:
+        self._files.put_object(self._path, self._content)
+
     def close(self) -> None:
         if not self.closed and not self._dropped:
-            self._files.put_object(self._path, self.getvalue())
+            self._content = self.getvalue()
+            if self._autocommit:
+                self.commit()
         super().close()

@@ -1,24 +1,30 @@
 """Save to, load from, and break object stores. Functions that ranks run."""
 
 import os
+import posixpath
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fsspec
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import StorePlace, place_at, read_folder
 from lightning_overlap.checkpoint.checksums import read_checksums
 from lightning_overlap.checkpoint.incremental import is_incremental
+from lightning_overlap.checkpoint.not_checkpoints import CHECKSUMS_NAME
 
 from ..support.cases import TABLE_WISE, Batches
 from ..support.fits import make_trainer
 from . import checkpoints
-from .object_store import Objects, before_each_change, store_in
+from .object_store import Objects, before_each_change, needing, store_in
 from .test_crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at
 
 RUN = "objects://bucket/run"
@@ -61,25 +67,28 @@ def names_in(address: str) -> list[str]:
     return sorted(StorePlace(f"{address}/_").names_beside("", ""))
 
 
-def lost_saves(folder: Path) -> list[str]:
-    """Saves in a store that no marker lists."""
-    with store_in(folder):
-        keys = [key.split("/") for key in Objects()._keys()]
-        there = {"/".join(key[2:4]) for key in keys if len(key) == 5}
-        listed: set[str] = set()
-        for name in names_in(RUN):
-            checksums = read_checksums(place_at(f"{RUN}/{name}"))
-            assert checksums is not None
-            listed |= checksums.saves()
-        assert listed <= there
-        return sorted(there - listed)
+def unlisted(address: str = RUN) -> list[str]:
+    """Files in a folder of a store that no whole checkpoint in it has."""
+    above, has = Objects._strip_protocol(address), set()
+    for name in names_in(address):
+        place, at = place_at(f"{address}/{name}"), f"{above}/{name}"
+        listed = read_checksums(place)
+        has.add(at)  # of a full file
+        parts = [] if listed is None else [(at, listed), (at, listed.base)]
+        if listed is not None and is_incremental(place) and listed.base is None:  # one of a disk
+            parts.append((f"{at}/base", read_checksums(place_at(f"{address}/{name}/base"))))
+        for folder, of_part in parts:
+            files = {} if of_part is None else of_part.files
+            has |= {posixpath.normpath(f"{folder}/{one.where}/{file}") for file, one in files.items()}
+            has.add(f"{folder}/{CHECKSUMS_NAME}")
+    return sorted({key for key in Objects()._keys() if key.startswith(f"{above}/")} - has)
 
 
 def fit_and_crash(folder: str, how: str, num_resumed: int) -> tuple[list[Left], list[str], dict[str, bool], list[str]]:
     """Fit, and look at what a crash before any change of the store would leave.
 
     Returns what is left; the names at the end; whether the first fits that went on from "last" did so at its step; the
-    lost saves at the end.
+    files at the end that no checkpoint has.
     """
     store, copies = Path(folder) / "store", Path(folder) / "copies"
     places: list[Path] = []
@@ -112,7 +121,7 @@ def fit_and_crash(folder: str, how: str, num_resumed: int) -> tuple[list[Left], 
                     began[kind] = fit(how, resumed, resume=True) == (steps[last], resumed)
     assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
     with store_in(store):
-        return list(left.values()), names_in(RUN), began, lost_saves(store)
+        return list(left.values()), names_in(RUN), began, unlisted()
 
 
 def fit_and_resume(folder: str, how: str) -> Any:
@@ -146,6 +155,105 @@ def fail_a_change(folder: str, rank: int, num: int, how: str) -> tuple[str, int]
         dist.barrier()
         began, _ = fit(how, 4, resume=True)
     return said, began
+
+
+def change_the_format(folder: str, formats: Sequence[str]) -> list[str]:
+    """Go on in one format after the other; at any change of the store its folders are whole. Return what is left."""
+
+    def check(*_: str) -> None:
+        for name in names_in(RUN):
+            checksums = read_checksums(place_at(f"{RUN}/{name}"))
+            for file in () if checksums is None else checksums.files:
+                checksums.check_size(file)
+
+    best = {"save_top_k": 2, "monitor": "step", "mode": "max"}
+    with warnings.catch_warnings(action="ignore"), store_in(folder), before_each_change(check):
+        for number, how in enumerate(formats):
+            first = 3 * number
+            assert fit(how, first + 3, resume=number > 0, **best) == (first, first + 3)
+        left = unlisted()
+        assert not left, left
+        return names_in(RUN)
+
+
+def _fails(*args: Any, **kwargs: Any) -> str:
+    try:
+        fit(*args, **kwargs)
+    except OSError as err:
+        return str(err)
+    return ""
+
+
+def fit_with_keys(folder: str, how: str) -> list[str]:
+    """Save to and load from a store that needs a key, given in fsspec's configuration or to one save.
+
+    Returns what a fit without the key and one with another one say.
+    """
+    key, one = "the-key", f"{RUN}/one.ckpt"
+
+    def configured(key: str) -> Any:
+        return mock.patch.dict(fsspec.config.conf, {Objects.protocol: {"key": key}})
+
+    with warnings.catch_warnings(action="ignore"), store_in(folder), needing(key):
+        with configured(key):
+            assert fit(how, 3) == (0, 3)
+            assert fit(how, 4, resume=True) == (3, 4)
+            dist.barrier()  # rank 0 removes what the other has not
+            assert names_in(RUN) == ["last.ckpt", "step=4.ckpt"]
+        assert checkpoints.save_to(one, {"key": key}, **options_of(how)) == "saved"
+        with configured(key):
+            assert checkpoints.load_from(TABLE_WISE, one) == "loaded"
+        told = [checkpoints.load_from(TABLE_WISE, one), _fails(how, 5, resume=True)]
+        with configured("another-key"):
+            told.append(_fails(how, 5, resume=True))
+            told.append(checkpoints.save_to(one, {"key": "a-third-key"}, **options_of(how)))
+    return told
+
+
+class OwnAddresses(TorchCheckpointIO):
+    """Keeps `own://NAME` in a folder; fsspec knows no such addresses."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        assert storage_options in (None, "its own")
+        super().save_checkpoint(checkpoint, str(path).replace("own:/", self.folder))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_checkpoint(str(path).replace("own:/", self.folder), *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        super().remove_checkpoint(str(path).replace("own:/", self.folder))
+
+
+def save_load_and_remove_elsewhere(folder: str) -> list[str]:
+    """Go on from a full file at an address that only a plugin knows; return the first steps with the files there."""
+    sgd, step = (torch.optim.SGD, {"lr": 0.5}), 2
+    names: list[str] = []
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(2):
+            model = Small()
+            strategy = OverlapEmbeddingStrategy("base", fused_optimizer=sgd, checkpoint_format="full")
+            options: dict[str, Any] = {"max_steps": step, "max_epochs": -1, "plugins": [OwnAddresses(folder)]}
+            trainer = make_trainer(strategy, **options)
+            path = "own://a.ckpt" if step > 2 else None
+            trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path=path)
+            trainer.save_checkpoint("own://a.ckpt", storage_options="its own")
+            names.append(f"{model.began} {sorted(os.listdir(folder))}")
+            step += 1
+        dist.barrier()
+        trainer.strategy.remove_checkpoint("own://a.ckpt")
+        dist.barrier()
+    return [*names, str(os.listdir(folder))]
+
+
+def resume_without_an_answer(folder: str) -> list[str]:
+    """Go on from "last" and from a path while the store fails to say whether there is a marker."""
+    with warnings.catch_warnings(action="ignore"), store_in(folder):
+        fit("sharded", 2)
+        with mock.patch.object(Objects, "unknown", "checksums.json"):
+            return [_fails("sharded", 3, resume=True), checkpoints.load_from(TABLE_WISE, f"{RUN}/last.ckpt")]
 
 
 def refuse_removals(folder: str) -> list[str]:
@@ -185,4 +293,9 @@ def copy_by_hand(folder: Path, how: str, address: str) -> None:
             read_all(at, names)
             assert fit(how, 5, address=at, resume=True) == (4, 5)
             assert is_incremental(place_at(f"{at}/step=2.ckpt")) == (how == "incremental")
+        assert not unlisted(up)
+        for step in range(1, 5):
+            place_at(f"{up}/step={step}.ckpt").discard()
+        assert names_in(up) == ["last.ckpt", "step=5.ckpt"]
+        assert not unlisted(up)
     assert all(len(of_step) == 1 for of_step in sums.values())

@@ -1,5 +1,9 @@
 """A folder made into a full file is what a full save of the same step would have written, entry by entry."""
 
+import os
+import shutil
+import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,15 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from lightning_overlap import ExponentialMovingAverage
+from lightning_overlap.checkpoint import resolve_path
 from lightning_overlap.checkpoint.checksums import read_seal
 from lightning_overlap.consolidate import main
 
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec
 from ..support.fits import make_strategy, make_trainer
-from ..support.ranks import Ranks
+from ..support.ranks import RankError, Ranks
+from . import object_store, stores
+from .test_crashes import before_each_change
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 ALL = Case(
@@ -103,6 +110,81 @@ def test_a_consolidated_folder_equals_a_full_save(ranks: Ranks, tmp_path: Path, 
     assert [path.name for path in out.parent.iterdir()] == ["a.ckpt"]
     loaded = WithExtraState.load_from_checkpoint(out, case=ALL, weights_only=True)
     assert differences(dict(loaded.state_dict()), other["state_dict"]) == []
+
+
+def consolidate_and_crash(folder: Path, how: str, in_store: bool) -> int:
+    """Look at what a crash before any change of the disk leaves, and consolidate again there; return how many differ.
+
+    The folder that is read is on the same disk, or in an object store.
+    """
+    run, source = (stores.RUN, folder / "store") if in_store else (str(folder / "run"), folder / "run")
+    outs, left = folder / "outs", set()
+    first = outs / "0" / "a.ckpt"
+
+    def look() -> None:
+        there = sorted(first.parent.iterdir()) if first.parent.exists() else []
+        sizes = tuple((path.name, path.stat().st_size) for path in there)
+        if sizes not in left:
+            left.add(sizes)
+            for path in there:
+                (outs / str(len(left))).mkdir(exist_ok=True)
+                shutil.copy2(path, outs / str(len(left)))
+
+    with object_store.store_in(folder / "store"), warnings.catch_warnings(action="ignore"):
+        stores.fit(how, 3, address=run)
+        before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+        with before_each_change(look):
+            assert main([f"{run}/last.ckpt", str(first)]) == 0
+        look()
+        for number in range(1, len(left) + 1):
+            out = outs / str(number) / "a.ckpt"
+            if (unfinished := out.with_name("a.ckpt.unfinished")).exists():
+                with pytest.raises(ValueError, match="is the leftover of an unfinished save"):
+                    resolve_path(unfinished)
+            expected = 2 if out.exists() else 0  # it replaces no file
+            assert main([f"{run}/last.ckpt", str(out)]) == expected
+            assert out.read_bytes() == first.read_bytes()
+            assert os.listdir(out.parent) == ["a.ckpt"]
+        assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    return len(left)
+
+
+def consolidate_until_killed(source: str, store: Path, out: str, num: int) -> None:
+    """SIGKILL ends this process before its `num`th change of the disk."""
+    left = num
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with object_store.store_in(store), before_each_change(count):
+        main([source, out])
+
+
+@pytest.mark.parametrize("in_store", [False, True], ids=["disk", "store"])
+@pytest.mark.parametrize("how", ["sharded", "incremental"])
+def test_a_crash_at_any_change(get_ranks: Any, how: str, in_store: bool, tmp_path: Path) -> None:
+    """A file of that name is whole; the folder is as it was; the next call makes the file, and leaves nothing else."""
+    [num_left] = get_ranks(1).run(consolidate_and_crash, tmp_path, how, in_store)
+    assert num_left >= 4  # nothing, an empty file, a part, the whole file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_store", [False, True], ids=["disk", "store"])
+def test_a_command_that_is_killed(get_ranks: Any, in_store: bool, tmp_path: Path) -> None:
+    run, out = stores.RUN if in_store else str(tmp_path / "run"), str(tmp_path / "out" / "a.ckpt")
+    get_ranks(1).run(consolidate_and_crash, tmp_path, "sharded", in_store)
+    whole = (tmp_path / "outs" / "0" / "a.ckpt").read_bytes()
+    for num in (2, 3, 4):
+        with pytest.raises(RankError):
+            get_ranks(1).run(consolidate_until_killed, f"{run}/last.ckpt", tmp_path / "store", out, num)
+        assert not Path(out).exists()
+    with object_store.store_in(tmp_path / "store"):
+        assert main([f"{run}/last.ckpt", out]) == 0
+    assert Path(out).read_bytes() == whole
+    assert os.listdir(Path(out).parent) == ["a.ckpt"]
 
 
 def damage(folder: Path) -> None:

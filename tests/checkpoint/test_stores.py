@@ -33,19 +33,19 @@ def test_a_fit_resumes_from_a_store(two_ranks: Ranks, how: str, tmp_path: Path) 
         assert torch.equal(whole.losses[-len(resumed.losses) :], resumed.losses)
 
 
-@pytest.mark.parametrize("how", ["sharded", "async"])
+@pytest.mark.parametrize("how", ["sharded", "async", "full"])
 def test_every_rank_says_that_a_store_refuses(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     """Wherever it happens: the ranks raise alike, and go on from a whole checkpoint."""
 
     @settings(max_examples=4, database=None)
-    @given(st.integers(0, 1), st.integers(1, 40))
+    @given(st.integers(0, 1 - (how == "full")), st.integers(1, 40 if how != "full" else 6))
     def refuse(rank: int, num: int) -> None:
         folder = str(tmp_path / uuid.uuid4().hex)
         (said, began), (said_too, began_too) = two_ranks.run(stores.fail_a_change, folder, rank, num, how)
         assert said == said_too
         assert began == began_too
         assert said.startswith("could not write the checkpoint objects://bucket/run/") or began == 3
-        assert "this store has had enough" in said or began == 3
+        assert "this store has had enough" in said or (began == 3 and how != "full")
 
     refuse()
 
@@ -54,6 +54,33 @@ def test_every_rank_says_that_a_store_refuses(two_ranks: Ranks, how: str, tmp_pa
 def test_folders_that_are_copied_by_hand(get_ranks: Any, how: str, tmp_path: Path) -> None:
     """From a store, in a folder of any name, to a disk, and from a disk to it."""
     get_ranks(1).run(stores.copy_by_hand, tmp_path, how, "objects://bucket/a b+c=0.1,(x)&y;z@w:!50%_%2F ü表[1]*?#~")
+
+
+@pytest.mark.parametrize("formats", [("incremental", "full", "sharded"), ("sharded", "full", "incremental")], ids=str)
+def test_another_format_in_the_same_folder(get_ranks: Any, formats: tuple[str, ...], tmp_path: Path) -> None:
+    """What one fit removes, in any format, is what no checkpoint of an earlier one needs."""
+    [names] = get_ranks(1).run(stores.change_the_format, str(tmp_path), formats)
+    assert names == ["last.ckpt", "step=8.ckpt", "step=9.ckpt"]
+
+
+@pytest.mark.parametrize("how", ["sharded", "async"])
+def test_a_store_that_needs_a_key(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
+    """fsspec's configuration gives it to saves, removals, "last" and loads; messages do not show it."""
+    for told in two_ranks.run(stores.fit_with_keys, str(tmp_path / "store"), how):
+        keys = ["''", "''", "'***'", "'***'"]
+        assert [key for key, one in zip(keys, told, strict=True) if f"{key} does not open bucket/run" in one] == keys
+
+
+def test_a_store_that_does_not_answer(two_ranks: Ranks, tmp_path: Path) -> None:
+    """This is an error, and does not mean that there is no checkpoint."""
+    for told in two_ranks.run(stores.resume_without_an_answer, str(tmp_path / "store")):
+        assert [one for one in told if "ConnectionError: no answer about bucket/run/last.ckpt" not in one] == []
+
+
+def test_addresses_of_a_plugin(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A CheckpointIO of the user's keeps full files where only it can."""
+    for told in two_ranks.run(stores.save_load_and_remove_elsewhere, str(tmp_path)):
+        assert told == ["0 ['a.ckpt']", "2 ['a.ckpt']", "[]"]
 
 
 characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -21,12 +21,14 @@ from torch.utils.data import DataLoader
 from lightning_overlap.checkpoint import atomic
 from lightning_overlap.compat.lightning import logged_step
 
+from ..checkpoint import object_store
 from ..checkpoint.resumes import StatefulBatches, Watched
 from ..support.cases import ROWWISE_ADAGRAD, Case, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 JOB = "4711"
+IN_STORE = "objects://bucket/run"
 VALIDATION = 100  # index of the first validation batch
 
 
@@ -239,6 +241,20 @@ def live_and_break_a_save(folder: str, pipeline: str, signals: Sequence[Signal])
     """Fail on rank 0 just before a checkpoint gets its name, as if the job were killed there."""
     with mock.patch.object(atomic, "atomic_replace", side_effect=OSError("killed")):
         return live(folder, pipeline, signals)
+
+
+def live_in_store(store: str, folder: str, refused: str, *args: Any, **kwargs: Any) -> Life:
+    """Start the job with its `default_root_dir` in an object store, which refuses objects with `refused` in their name.
+
+    Without a text it refuses none.
+    """
+
+    def refuse(what: str, path: str) -> None:
+        if refused and what == "put" and refused in path:
+            raise PermissionError(path)
+
+    with object_store.store_in(store), object_store.before_each_change(refuse):
+        return live(folder, *args, default_root_dir=IN_STORE, **kwargs)
 
 
 def live_with_own_handler(folder: str, pipeline: str, signals: Sequence[Signal]) -> tuple[bool, list[int]]:

@@ -11,9 +11,10 @@ import pytest
 
 from lightning_overlap import MODES
 
+from ..checkpoint import object_store, stores
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
-from .preempted import JOB, Life, Signal, live, live_and_break_a_save, live_with_own_handler
+from .preempted import IN_STORE, JOB, Life, Signal, live, live_and_break_a_save, live_in_store, live_with_own_handler
 
 TERM = signal.SIGTERM
 EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
@@ -196,6 +197,32 @@ def test_a_save_that_was_killed_is_not_taken_for_a_checkpoint(two_ranks: Ranks, 
     assert len(list(tmp_path.glob("*.unfinished"))) == 1
     third = two_ranks.run(live, *how)
     assert [life.seen[0] for life in third] == [life.seen[0] for life in second]
+    assert requeued(tmp_path) == [f"requeue {JOB}"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{}, {"async_checkpoint": True}, {"checkpoint_format": "incremental"}, {"checkpoint_format": "full"}],
+    ids=str,
+)
+def test_a_job_whose_checkpoints_are_in_an_object_store(
+    two_ranks: Ranks, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    """It goes on from the newest whole one, also after a second preemption that the store did not let save."""
+    store, where = str(tmp_path / "store"), str(tmp_path)
+    mode, options = "fused_sparse_dist", {"strategy": strategy}
+    whole = two_ranks.run_once(live, None, mode, **options)
+    first = two_ranks.run(live_in_store, store, where, "", mode, [Signal((1,), "on_train_batch_start", 2)], **options)
+    assert [differences(*pair) for pair in zip(whole, first, strict=True)] == [[], []]
+    with object_store.store_in(store):
+        assert stores.names_in(IN_STORE) == ["hpc_ckpt_1.ckpt"]
+    assert (saved(tmp_path), requeued(tmp_path)) == ([], [f"requeue {JOB}"])
+    again = [Signal((0,), "on_train_batch_start", 6)], "hpc_ckpt_2"
+    ends = [life.ended_by for life in two_ranks.run(live_in_store, store, where, again[1], mode, again[0], **options)]
+    assert ends == ["OSError"] * 2
+    third = two_ranks.run(live_in_store, store, where, "", mode, **options)
+    assert [differences(*pair) for pair in zip(whole, third, strict=True)] == [[], []]
+    assert [len(of_whole.seen) - len(life.seen) for of_whole, life in zip(whole, third, strict=True)] == [3, 3]
     assert requeued(tmp_path) == [f"requeue {JOB}"]
 
 
