@@ -240,6 +240,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                 warnings.warn(one.message, stacklevel=2)
 
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
+        unsupported.refuse_device(self.root_device)
         on_cpu = self.root_device.type == "cpu"
         first_words.calm_libraries(self._calm_libraries)
         unsupported.refuse_precision(self.precision_plugin.precision)

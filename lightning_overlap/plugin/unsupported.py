@@ -7,6 +7,7 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -61,6 +62,15 @@ def refuse_precision(precision: Any) -> None:
     """Refuse the `PRECISIONS`."""
     if str(precision) in PRECISIONS:
         raise ValueError(f"precision={precision!r} {PRECISIONS[str(precision)]}.")
+
+
+def refuse_device(device: torch.device) -> None:
+    """Refuse devices that TorchRec has no kernels for; Lightning's "auto" takes Apple's GPU on a Mac."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"sharded tables cannot be on {device.type!r}: TorchRec and FBGEMM have kernels for CPUs and CUDA. Pass "
+            "accelerator='cpu' to the Trainer."
+        )
 
 
 def refuse_fit(trainer: Trainer, model: nn.Module, *, on_cpu: bool, static_graph: bool) -> None:

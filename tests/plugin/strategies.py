@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -398,3 +399,15 @@ def refused_while_rank_0_is_late() -> str:
 
     with mock.patch.object(groups, "join", late):
         return refuse("impossible_type")
+
+
+def fit_on_a_device_without_kernels() -> str:
+    """Return the error of a fit on the GPU of a Mac, which Lightning chooses there for accelerator="auto"."""
+    mac = mock.patch.object(OverlapEmbeddingStrategy, "root_device", torch.device("mps"))
+    with mac, mock.patch.object(CPUAccelerator, "setup_device"):
+        model = Model(TABLE_WISE)
+        try:
+            make_trainer(OverlapEmbeddingStrategy()).fit(model, datamodule=Batches(TABLE_WISE, 2))
+        except ValueError as err:
+            return str(err)
+    return ""

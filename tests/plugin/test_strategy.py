@@ -323,3 +323,8 @@ def test_refused_when_made(kwargs: dict[str, Any], error: type[Exception], text:
 def test_forms_of_a_fused_optimizer(form: Any) -> None:
     taken = OverlapEmbeddingStrategy(fused_optimizer=form).fused_optimizer
     assert check_fused_optimizer(taken) == (torch.optim.SGD, {"lr": 0.3})
+
+
+def test_a_device_without_kernels_is_refused(get_ranks: Callable[..., Ranks]) -> None:
+    [said] = get_ranks(1).run(strategies.fit_on_a_device_without_kernels)
+    assert said.startswith("sharded tables cannot be on 'mps': TorchRec and FBGEMM have kernels for CPUs and CUDA.")

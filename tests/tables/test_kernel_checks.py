@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchrec
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
@@ -20,7 +20,7 @@ from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.types import ShardingEnv
 from torchrec.types import DataType
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import MODES, OverlapEmbeddingStrategy
 from lightning_overlap.tables.kernel_checks import check_kernels_of_sharded
 
 from ..support import modules
@@ -177,3 +177,38 @@ def test_modules_that_their_user_has_sharded_are_checked_too(two_ranks: Ranks) -
         assert "tables.t0 (BF16), tables.t1 (BF16)" in bf16
         assert "tables.t0, tables.t1: the plan gives" in dense
         assert fused == ""
+
+
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"].detach()))
+
+
+def losses_of_few_rows(pipelines: list[str], of_sequences: bool) -> dict[str, list[float]]:
+    """Train a table of 2 rows beside a larger one: by rows in each mode, and whole on one rank."""
+    told: dict[str, list[float]] = {}
+    for pipeline in ["table_wise", *pipelines]:
+        torch.manual_seed(0)
+        module = OneCollection(sequences(rows=(2, 40)) if of_sequences else bags(rows=2))
+        sharding, mode = ("table_wise", "base") if pipeline == "table_wise" else ("row_wise", pipeline)
+        strategy = OverlapEmbeddingStrategy(
+            mode, sharding=sharding, fused_optimizer=(torch.optim.SGD, {"lr": 1.0}), replicate_tables=False
+        )
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        batches, losses = [modules.plain_ids(draw, num_ids=2) for _ in range(8)], _Losses()
+        make_trainer(strategy, callbacks=[losses]).fit(module, DataLoader(batches, batch_size=None))
+        told[pipeline] = losses.losses
+    return told
+
+
+@pytest.mark.parametrize("of_sequences", [False, True], ids=["bags", "sequences"])
+def test_a_rank_without_rows_of_a_table(get_ranks: Any, of_sequences: bool) -> None:
+    """Of three ranks the last has none; its kernel has rows of another table. All get what whole tables give."""
+    exact = [name for name, mode in MODES.items() if mode.staleness == 0]
+    for told in get_ranks(3).run(losses_of_few_rows, exact, of_sequences):
+        assert len(set(told["base"])) == 8
+        assert [name for name in exact if told[name] != told["base"]] == []
+        assert told["base"] == pytest.approx(told["table_wise"], rel=1e-5)
