@@ -34,6 +34,22 @@ class Station:
 
 
 STATIONS = {
+    "iteration N-3": [
+        Station(
+            "exchange of samples",
+            "with balance: under the step, from\nthe copy of N-1 on",
+            {
+                "plugin": (
+                    "plugin/loops/batch_stream.py",
+                    "takes N from the DataLoader and\nstarts its exchange on a thread",
+                ),
+                "sparse": (
+                    "balance/balancer.py",
+                    "costs, the same assignment on all\nranks, samples: a thread of its own",
+                ),
+            },
+        ),
+    ],
     "iteration N-2": [
         Station(
             "copy_batch_to_device",
