@@ -219,7 +219,9 @@ class JaggedField:
         flat = torch.empty(self._num_keys * sum(counts), dtype=self._lengths_of.dtype, pin_memory=pinned)
         np.concatenate(lengths, axis=1, out=flat.numpy().reshape(self._num_keys, sum(counts)))
         if isinstance(self.leaf, KeyedJaggedTensor):
-            return KeyedJaggedTensor(self.leaf.keys(), values, weights, lengths=flat, stride=sum(counts))
+            kjt = KeyedJaggedTensor(self.leaf.keys(), values, weights, lengths=flat, stride=sum(counts))
+            # On a device the lengths per key would have to be read from there.
+            return kjt if self.leaf.length_per_key_or_none() is None else kjt.sync()
         return JaggedTensor(values, weights, lengths=flat)
 
 

@@ -45,6 +45,12 @@ class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
             part.record_stream(stream)
 
 
+def num_ids(batch: RecBatch) -> Tensor:
+    """Return how many ids each sample has, `(B,)`, int64, on the batch's device: a cost for `Balance`."""
+    num_ids_B: Tensor = batch.sparse.lengths().view(len(batch.sparse.keys()), -1).sum(dim=0)
+    return num_ids_B
+
+
 def collate_batch(
     features: Sequence[str],
     dense_BD: NDArray[Any],

@@ -18,6 +18,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_overlap import MODES, STREAMS, Mode, OverlapEmbeddingStrategy
 from lightning_overlap.apps import build, config_checks
 from lightning_overlap.apps.hydra_command import add_or_override
+from lightning_overlap.data import SyntheticDataModule
 from lightning_overlap.models import DLRM
 from lightning_overlap.tables import check_fused_optimizer
 
@@ -127,6 +128,16 @@ def test_comms_reach_the_strategy(name: str) -> None:
     comms = strategy_of(f"comms={name}").quantized_comms
     sent = ["none"] if comms is None else [str(comms.forward_precision), str(comms.backward_precision)]
     assert "_".join(dict.fromkeys(sent)) == name
+
+
+def test_balance_reaches_the_strategy() -> None:
+    assert strategy_of("balance=none").balance is None
+    balance = strategy_of("balance=ids", "strategy.balance.evaluation=true").balance
+    assert balance is not None
+    assert balance.evaluation
+    batch = next(iter(SyntheticDataModule(num_tables=3, batch_size=7).train_dataloader()))
+    assert balance.cost(batch).shape == (7,)
+    assert balance.cost(batch).sum() == batch.sparse.lengths().sum()
 
 
 def test_a_loss_scale_is_an_option_of_comms() -> None:

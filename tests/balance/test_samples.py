@@ -73,6 +73,15 @@ def test_samples_arrive_as_they_were(
     assert [by_sample(batch, count) for batch in batches] == before
 
 
+@pytest.mark.parametrize("synced", [False, True])
+def test_lengths_per_key_that_the_host_knows_stay_known(synced: bool) -> None:
+    """Else a batch on a GPU would make the host wait for them, in each step."""
+    kjt = FIELDS["kjt"](4, torch.Generator().manual_seed(0))
+    samples = samples_of({"ids": kjt.sync() if synced else kjt}, 4, BALANCE)
+    joined = samples.join([np.concatenate(samples.pack(np.arange(4)))], [4])["ids"]
+    assert joined.length_per_key_or_none() == (kjt.length_per_key() if synced else None)
+
+
 def test_the_functions_of_the_user() -> None:
     """A batch that the package cannot split: samples second."""
     balance = Balance(
