@@ -86,6 +86,7 @@ class Discovery:
                 # The step may pass another input of the batch that has the same keys.
                 num_found=sum(forward.keys == frozenset(other.keys()) for _, other in kjts),
                 outside=forward.ids_outside(kjt, flight),
+                has_graph=forward.has_graph(kjt),
             )
 
     def inputs_read_in_step(self, batch: Any) -> list[KeyedJaggedTensor | None]:

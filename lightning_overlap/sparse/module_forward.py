@@ -21,6 +21,7 @@ from ..tables import (
     count_backwards,
     has_model_parallel_tables,
     holds_sequences,
+    is_frozen,
     no_samples,
     renew_counts,
     takes_weights,
@@ -55,6 +56,7 @@ class ModuleForward:
         self.name, self.module, self._pipeline = name, module, pipeline
         self._ranges, self.has_sequences = IdRanges(module), holds_sequences(module)
         self._is_sent = has_model_parallel_tables(module)  # found once: it walks all tables
+        self._is_frozen = is_frozen(module)
         present = vars(module).get("forward")
         self._original: Callable[..., Any] = present._original if isinstance(present, ModuleForward) else module.forward
         self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
@@ -73,6 +75,15 @@ class ModuleForward:
     def early(self) -> bool:
         """Whether the lookup of coming batches starts early."""
         return self.path is not None and self.unpipelined_reason is None
+
+    def has_graph(self, given: Any) -> bool:
+        """Whether a backward through the embeddings of an input reaches what is trained: tables, or weights of ids.
+
+        As from an unsharded collection, nothing is computed or sent for the backward otherwise. A kernel's weight needs
+        a gradient even if its tables are frozen.
+        """
+        weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
+        return not self._is_frozen or (weights is not None and weights.requires_grad)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step would trace the whole pipeline
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,13 +221,14 @@ class ModuleForward:
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
         # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
         checkpointed = flight is not None and torch.is_grad_enabled() and saving_is_hooked()
-        with keeping_saved() if checkpointed else NOTHING:
-            found = self._on_lookup_stream(look_up, arguments, flight)
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
         in_step = flight is not None and pipeline.options.trains
         batch = None if flight is None else flight.index
         hand_over = partial(self._hand_over, batch, in_step=in_step, keeps_saved=checkpointed)
-        answer = tuple(map(hand_over, found)) if isinstance(found, tuple) else hand_over(found)
+        with NOTHING if self.has_graph(given) else torch.no_grad():
+            with keeping_saved() if checkpointed else NOTHING:
+                found = self._on_lookup_stream(look_up, arguments, flight)
+            answer = tuple(map(hand_over, found)) if isinstance(found, tuple) else hand_over(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
             pipeline.step.kept_answers[self.name, id(given)] = SentInput(given), given, answer
         return answer

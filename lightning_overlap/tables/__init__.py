@@ -65,6 +65,7 @@ from .supported_modules import (
     holds_sequences,
     ids_fit_32_bits,
     input_dists_of,
+    is_frozen,
     owners_of,
     sharded_modules,
     spec_of,

@@ -71,6 +71,15 @@ def configs_of(tables: Any) -> list[Any]:
     return torchrec.configs_of_bags(tables) if is_pooled else torchrec.configs_of_sequences(tables)
 
 
+def is_frozen(module: Any) -> bool:
+    """Return whether this package has sharded a collection's tables and all of them are frozen (requires_grad=False).
+
+    Not of modules with feature processors or managed collisions, whose lookups train or write something else.
+    """
+    frozen = getattr(module, "frozen_tables", ())
+    return isinstance(module, TABLE_TYPES) and {config.name for config in configs_of(module)} <= set(frozen)
+
+
 def holds_sequences(module: Any) -> bool:
     """Return whether a module returns an embedding for each id instead of pooled embeddings."""
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
