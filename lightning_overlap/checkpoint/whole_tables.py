@@ -1,18 +1,29 @@
 """Whole tables on the host, row by row, from the shards of all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
+from ..compat.torchrec import first_row, id_of_row
 from ..distributed import Group, gather_objects
 from ..tables import hands_out_rows, sharded_modules, spec_of, table_modules
 from ..text import unknown_name_message
+from .moved_ids import counting_modules
 from .table_state import Piece, Window, first_owners, local_parts
 
 BYTES_AT_ONCE = 1 << 26  # of a table, so much is sent at once: a part beside the rows themselves
+
+
+class Parts(NamedTuple):
+    """What a rank has of a tensor of rows and columns."""
+
+    size: tuple[int, ...]  # of the whole
+    dtype: torch.dtype
+    parts: Sequence[tuple[Window, Tensor]]
 
 
 class FoundTable(NamedTuple):
@@ -20,17 +31,30 @@ class FoundTable(NamedTuple):
 
     collection: Any  # the sharded collection
     name: str  # in its config
+    hands_out_rows: bool  # whether its module assigns rows to ids
+    collisions: MCHManagedCollisionModule | None  # which then knows the ids; not of MPZCH
 
-    def weight(self) -> Piece:
+    def weight(self) -> Parts:
         """Return this rank's part; rows in a cache on the device are written back to the table first."""
         state: dict[str, Piece] = self.collection.state_dict()
-        return next(weight for key, weight in state.items() if key.split(".")[-2] == self.name)
+        weight = next(weight for key, weight in state.items() if key.split(".")[-2] == self.name)
+        return Parts(tuple(weight.size()), weight.dtype, local_parts(weight))
+
+    def raw_ids(self) -> Parts:
+        """Return the ids of this rank's rows, in one column; raise a ValueError if nothing knows them."""
+        if self.collisions is None and not self.hands_out_rows:
+            raise ValueError(f"{self.name!r} has no managed collision module: the ids are the numbers of its rows.")
+        if self.collisions is None:
+            raise ValueError(f"{self.name!r}: only the ids of MCHManagedCollisionModule can be read.")
+        ids, first = id_of_row(self.collisions), first_row(self.collisions)
+        (num_rows, _), *_ = self.weight()
+        return Parts((num_rows, 1), ids.dtype, [((slice(first, first + len(ids)), slice(0, 1)), ids.unsqueeze(1))])
 
 
 def find_table(model: nn.Module, name: str) -> FoundTable:
     """Find a table by its `name` in its config, or by the name of its module and that name, joined by a dot.
 
-    Raises a ValueError if the name is unknown or not unique, or if the table's module assigns rows to ids.
+    Raises a ValueError if the name is unknown or not unique.
     """
     found = {f"{module}.{one.name}": one for module, one in _tables(model)}
     paths = [name] if name in found else [path for path, one in found.items() if one.name == name]
@@ -40,35 +64,32 @@ def find_table(model: nn.Module, name: str) -> FoundTable:
         names = [one.name for one in found.values()]
         known = [one.name if names.count(one.name) == 1 else path for path, one in found.items()]
         raise ValueError(unknown_name_message("table", name, known))
-    if (table := found[paths[0]]).collection is None:
-        raise ValueError(
-            f"{paths[0]!r} belongs to a managed collision module, which assigns rows to ids during training: its row "
-            "numbers are not ids. Look its ids up by calling the module."
-        )
-    return table
+    return found[paths[0]]
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, FoundTable]]:
-    """Yield the module's name and the table of each; without its collection if the module assigns rows to ids."""
+    """Yield the module's name and the table of each."""
+    counting = counting_modules(model)
     for outer_name, outer in sharded_modules(model).items():
+        is_managed = hands_out_rows(outer)
+        of_outer = {name.rpartition(".")[2]: one for name, one in counting.items() if name.startswith(f"{outer_name}.")}
         for inner_name, collection in table_modules(outer).items():
             # A module of a known kind has one collection: itself, or one inside it.
             is_inside = inner_name and spec_of(outer) is None
             for table in collection.module_sharding_plan:
-                own = None if hands_out_rows(outer) else collection
-                yield f"{outer_name}.{inner_name}" if is_inside else outer_name, FoundTable(own, table)
+                found = FoundTable(collection, table, is_managed, of_outer.get(table) if is_managed else None)
+                yield f"{outer_name}.{inner_name}" if is_inside else outer_name, found
 
 
 class TableReader:
-    """Reads rows of a table from the shards of all ranks; every rank makes one and calls it alike."""
+    """Reads rows of a table, or their ids, from the shards of all ranks; every rank makes one and calls it alike."""
 
-    def __init__(self, table: FoundTable, group: Group, to_rank: int | None) -> None:
+    def __init__(self, mine: Parts, group: Group, to_rank: int | None) -> None:
         """Read for one rank, or for all of them (None)."""
         self._group, self._rank, self._to_rank = group, 0 if group is None else group.rank(), to_rank
-        weight = table.weight()
-        self._parts = local_parts(weight)
+        self._parts = mine.parts
         windows = [window for window, _ in self._parts]
-        everyone = gather_objects((tuple(weight.size()), weight.dtype, windows), group)
+        everyone = gather_objects((mine.size, mine.dtype, windows), group)
         (self.num_rows, self._num_columns), self._dtype, _ = everyone[0]
         self._owners: list[tuple[int, Window]] = first_owners([windows for _, _, windows in everyone])
 

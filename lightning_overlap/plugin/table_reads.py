@@ -29,6 +29,8 @@ class ReadsTables(FailsTogether):
     def table(self, name: str, *, rank: int | None = None) -> Tensor | None:
         """Return a copy of a whole table on the host; every rank has to call this at the same place.
 
+        The rows of a managed collision module's table are in their own order: `raw_ids` has the id of each.
+
         It works in every hook and step from `on_fit_start` on, and after `fit`, `validate`, `test` or `predict`. The
         table has the update of every backward that has ended; training goes on as if it had not been read. An
         asynchronous save that is under way is waited for.
@@ -42,14 +44,42 @@ class ReadsTables(FailsTogether):
             `(num_embeddings, embedding_dim)`, on the CPU, in the dtype of the table; None on other ranks than `rank`.
 
         Raises:
-            ValueError: The name is unknown or not unique, there is no such rank, or the table belongs to a managed
-                collision module, whose rows have no fixed ids.
+            ValueError: The name is unknown or not unique, or there is no such rank.
             RuntimeError: The tables are not sharded yet; or another rank reads something else, or reads nothing.
         """
         found = self._find_table(name, rank)
         with self._reading_together(f"table({name!r}, rank={rank})"):
-            reader = TableReader(found, self.checkpoint_group, rank)
+            reader = TableReader(found.weight(), self.checkpoint_group, rank)
             return reader.read(0, reader.num_rows)
+
+    @overload
+    def raw_ids(self, name: str) -> Tensor: ...
+
+    @overload
+    def raw_ids(self, name: str, *, rank: int | None = None) -> Tensor | None: ...
+
+    def raw_ids(self, name: str, *, rank: int | None = None) -> Tensor | None:
+        """Return the raw id that each row of a table stands for now; every rank has to call this at the same place.
+
+        For tables with `MCHManagedCollisionModule`. An `input_hash_func` has mapped the ids already.
+
+        Args:
+            name: As in `table`.
+            rank: The only rank that gets the ids. None: every rank.
+
+        Returns:
+            `(num_embeddings,)`, int64, on the CPU: the largest int64 for a row that no id has, such as the last one of
+            each shard, which unknown ids get. None on other ranks than `rank`.
+
+        Raises:
+            ValueError: As `table`, or the table has no `MCHManagedCollisionModule`.
+            RuntimeError: As `table`.
+        """
+        found = self._find_table(name, rank)
+        with self._reading_together(f"raw_ids({name!r}, rank={rank})"):
+            reader = TableReader(found.raw_ids(), self.checkpoint_group, rank)
+            ids = reader.read(0, reader.num_rows)
+        return None if ids is None else ids.squeeze(1)
 
     def table_chunks(
         self, name: str, *, num_rows: int = 100_000, rank: int | None = None
@@ -88,7 +118,7 @@ class ReadsTables(FailsTogether):
                 )
             options = f"num_rows={num_rows}, rank={rank}"
             with self._reading_together(f"table_chunks({name!r}, {options}) at row {first_row}"):
-                reader = reader or TableReader(found, self.checkpoint_group, rank)
+                reader = reader or TableReader(found.weight(), self.checkpoint_group, rank)
                 rows = reader.read(first_row, min(num_rows, reader.num_rows - first_row))
             if rows is not None:
                 yield first_row, rows

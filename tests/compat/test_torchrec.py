@@ -347,7 +347,10 @@ def test_a_shard_of_ids_begins_at_its_first_row() -> None:
     shard = counting(1, "lfu").rebuild_with_output_id_range((2, 6), [0, 2, 6])
     assert torchrec.first_row(shard) == 2
     assert torchrec.give_rows(shard, torch.tensor([50]), {"counts": torch.tensor([4])}).tolist() in ([0], [1], [2])
-    assert torchrec.known_ids(shard).rows.tolist()[0] in (2, 3, 4)
+    [row] = torchrec.known_ids(shard).rows.tolist()
+    assert row in (2, 3, 4)
+    nothing = torch.iinfo(torch.int64).max
+    assert torchrec.id_of_row(shard).tolist() == [50 if each == row else nothing for each in range(2, 6)]
     assert [row for row in shard.get_buffer(torchrec.SEGMENTS).tolist() if row >= 0] == [0, 2, 6]
 
 

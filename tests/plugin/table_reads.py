@@ -1,11 +1,13 @@
 """Fits that read whole tables, whose exact values are known. Functions that ranks run."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torchrec
@@ -22,6 +24,7 @@ from torchrec.types import DataType
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import whole_tables
 
+from ..checkpoint import collisions
 from ..support import modules
 from ..support.cases import Case
 from ..support.fits import fit as train
@@ -389,3 +392,52 @@ def shards_of(net: nn.Module, name: str) -> list[Any]:
     state = net.get_submodule(module).state_dict()
     [weight] = [value for key, value in state.items() if key.split(".")[-2] == table]
     return list(weight.local_shards())
+
+
+def read_ids_of_a_fit(
+    setting: collisions.Setting, pipeline: str, *, reads: bool = True
+) -> tuple[list[str], int, list[float]]:
+    """Train with managed collisions; return what was read wrong after a step, the number of ids read, and losses."""
+    torch.manual_seed(3 + dist.get_rank())
+    model = collisions.Model(setting)
+    wrong, num_ids = list[str](), 0
+
+    def read(trainer: Any, *args: Any) -> None:
+        nonlocal num_ids
+        strategy = trainer.strategy
+        tables = {name: (strategy.table(name), strategy.raw_ids(name)) for name in ("t0", "t1")}
+        alone = {name: strategy.raw_ids(name, rank=0) for name in tables}
+        known = collisions.known(model, [])
+        for name, (table, ids) in tables.items():
+            found = {
+                int(one): row.tolist()
+                for one, row in zip(ids, table[:, : collisions.DIM], strict=True)
+                if one != collisions.EMPTY
+            }
+            expected = {one: row[: collisions.DIM] for one, row in known.rows.get(name, {}).items()}
+            if found != expected or (ids.dtype, len(ids)) != (torch.int64, len(table)):
+                wrong.append(f"{name} at {trainer.global_step}")
+            if (alone[name] is None) != bool(dist.get_rank()) or not (dist.get_rank() or torch.equal(alone[name], ids)):
+                wrong.append(f"{name} of rank 0 at {trainer.global_step}")
+            num_ids += len(found)
+
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=collisions.plan_of(model))
+    callbacks = [LambdaCallback(on_train_batch_end=read, on_fit_end=read)] if reads else []
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=collisions.EPOCHS, limit_val_batches=0)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(model, collisions.loader(setting))
+    return wrong, num_ids, [float(loss) for loss in model.losses]
+
+
+def errors_of_raw_ids() -> list[str]:
+    """Return what is said of ids of a table without managed collisions, and of MPZCH, whose rows can be read."""
+    said = []
+    for kind, name in (("managed_bags_beside_tables", "t2"), ("hashed", "t0")):
+        net = KindModel(kind)
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(net)))
+        trainer.validate(net, datamodule=KindBatches(net.case, 2), verbose=False)
+        assert trainer.strategy.table(name).shape[0] > 0
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            trainer.strategy.raw_ids(name)
+        said.append(str(caught.value))
+    return said

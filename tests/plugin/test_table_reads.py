@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES
 
+from ..checkpoint.collisions import Setting
+from ..checkpoint.test_managed_collisions import SETTINGS
 from ..support.cases import COLUMN_WISE, MIXED, SEQUENCE, Case
 from ..support.ranks import RankError, Ranks
 from . import table_reads
@@ -137,6 +139,28 @@ def test_other_kinds_of_modules(two_ranks: Ranks, kind: str, name: str) -> None:
     assert two_ranks.run(table_reads.read_kind, kind, name) == [True, True]
 
 
-def test_rows_that_are_handed_out_are_refused(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(table_reads.read_kind, "managed_bags", "t0"):
-        assert "managed collision" in said
+def test_rows_that_are_assigned_to_ids_are_read_with_their_ids(get_ranks: Callable[..., Ranks]) -> None:
+    """After each step every known id has its row, in any mode; reads change nothing."""
+
+    @settings(
+        max_examples=3,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    @given(setting=SETTINGS, size=st.integers(1, 2), mode=st.sampled_from(sorted(MODES)))
+    @example(setting=Setting(interval=1), size=2, mode="semi_sync_deferred")
+    def holds(setting: Setting, size: int, mode: str) -> None:
+        fits = get_ranks(size).run(table_reads.read_ids_of_a_fit, setting, mode)
+        plain = get_ranks(size).run(table_reads.read_ids_of_a_fit, setting, mode, reads=False)
+        for wrong, num_ids, _ in fits:
+            assert wrong == []
+            assert num_ids > 50
+        assert [losses for *_, losses in fits] == [losses for *_, losses in plain]
+
+    holds()
+
+
+def test_ids_that_nobody_knows_are_an_error(two_ranks: Ranks) -> None:
+    for plain, hashed in two_ranks.run(table_reads.errors_of_raw_ids):
+        assert plain == "'t2' has no managed collision module: the ids are the numbers of its rows."
+        assert hashed == "'t0': only the ids of MCHManagedCollisionModule can be read."

@@ -14,6 +14,7 @@ from .collisions import (
     forget_seen_ids,
     give_rows,
     hash_of,
+    id_of_row,
     known_ids,
     ranks_of,
     seen_ids,

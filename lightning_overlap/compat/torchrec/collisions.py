@@ -130,6 +130,13 @@ def first_row(module: MCHManagedCollisionModule) -> int:
     return int(module._output_global_offset)
 
 
+def id_of_row(module: MCHManagedCollisionModule) -> Tensor:
+    """Return the id of each row of a module's shard, `(rows,)`, int64, in its memory; the largest int64 for none."""
+    ids = torch.empty_like(module._mch_sorted_raw_ids)
+    ids[module._mch_remapped_ids_mapping - module._output_global_offset] = module._mch_sorted_raw_ids
+    return ids
+
+
 def ranks_of(module: MCHManagedCollisionModule, ids: Tensor, num_ranks: int) -> Tensor:
     """Return the rank that looks each id up, `(num_ids,)`, for ids on the host."""
     blocks = module.buckets()
