@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,8 @@ from .not_checkpoints import CHECKSUMS_NAME, INCREMENT_NAME, METADATA_NAME, Dama
 from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
-from .store_place import StoredBase, StorePlace
-from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, local_parts
+from .store_place import StoredBase, StorePlace, or_warn
+from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
 
 BASE_FOLDER, ROWS_NAME = "base", "rows.json"
 
@@ -69,6 +69,7 @@ class _Newest(NamedTuple):
     rows: dict[str, RowsFile]  # its files of rows
     base_save: str  # identity of the save of its base, or of its own
     base_bytes: int
+    merged: Checksums | None = None  # base and rows in one: the base of the next increment
 
     @property
     def is_whole(self) -> bool:
@@ -79,9 +80,10 @@ class _Newest(NamedTuple):
 class Increments:
     """The incremental checkpoints of one fit: which rows changed since the newest, and what the next may stand on.
 
-    A save is whole if there is none before it, if the newest is gone or failed, if tables were written other than by
-    their backward since, or if the rows since the last whole one have more than `most` times its bytes. All ranks make
-    the same calls. Raises a ValueError for managed collision modules other than `MCHManagedCollisionModule`.
+    A save is whole if there is none before it, if the newest is gone or failed, or if tables were written other than by
+    their backward since. If the rows since the last whole one have more than `most` times its bytes, both are merged
+    to the base of the next increment. All ranks make the same calls. Raises a ValueError for managed collision modules
+    other than `MCHManagedCollisionModule`.
     """
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
@@ -97,6 +99,7 @@ class Increments:
         self._newest: _Newest | None = None
         self._increment: Increment | None = None  # whose rows may still be copied
         self._can_link = True
+        self._used: list[CheckpointPlace] = []  # what was merged, and is in a checkpoint since
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
@@ -104,6 +107,10 @@ class Increments:
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self.settle()
         self._settled(False)  # if that failed
+        if self._newest is not None and self._newest.merged is not None:
+            self._used.append(self._newest.merged.place)
+        self._newest = None
+        self.discard_used()
         self._touched.detach()
 
     def settle(self) -> None:
@@ -149,15 +156,14 @@ class Increments:
         newest = self._newest
         if newest is None or not (self._can_link or place.is_store):
             return False
-        if sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes:
-            return False
         try:
             if isinstance(place, LocalPlace) and isinstance(newest.place, LocalPlace):
                 there = next(folder for folder in place.path.parents if folder.exists())
                 is_near = there.stat().st_dev == newest.identity[0]
             else:  # a marker lists files beside it
                 is_near = newest.place.beside(place.name) == place
-            return bool(is_near and _identity(newest.place) == newest.identity)
+            has_base = newest.merged is None or newest.merged.place.has(CHECKSUMS_NAME)
+            return bool(is_near and has_base and _identity(newest.place) == newest.identity)
         except (OSError, DamagedError):
             return False
 
@@ -185,6 +191,8 @@ class Increments:
     def saved(self, checksums: Checksums, increment: "Increment | None") -> None:
         """Note on rank 0 a complete checkpoint: the next increment stands on it."""
         place = checksums.place
+        if self._newest is not None and self._newest.merged is not None:
+            self._used.append(self._newest.merged.place)
         if increment is None:
             num_bytes = sum(file.size for file in checksums.files.values())
             self._newest = _Newest(place, _identity(place), checksums, {}, checksums.save, num_bytes)
@@ -192,8 +200,29 @@ class Increments:
             before = increment.newest
             assert before is not None
             self._newest = before._replace(
-                place=place, identity=_identity(place), checksums=checksums, rows=increment.rows
+                place=place, identity=_identity(place), checksums=checksums, rows=increment.rows, merged=None
             )
+
+    @property
+    def have_outgrown(self) -> bool:
+        """Whether, on rank 0, the rows since the base of the newest checkpoint are too many."""
+        newest = self._newest
+        num_bytes = 0 if newest is None else sum(one.file.size for one in newest.rows.values())
+        return newest is not None and num_bytes > self._most * newest.base_bytes
+
+    def merged(self, checksums: Checksums | None) -> None:
+        """Note on rank 0 what base and rows of the newest checkpoint were merged to; None: the next one is whole."""
+        if self._newest is None or checksums is None:
+            self._newest = None
+            return
+        num_bytes = sum(file.size for file in checksums.files.values())
+        self._newest = self._newest._replace(rows={}, base_save=checksums.save, base_bytes=num_bytes, merged=checksums)
+
+    def discard_used(self) -> None:
+        """Remove on rank 0 what a checkpoint after it stands on: it has links to these files, or lists them."""
+        used, self._used = self._used, []
+        for place in used:
+            or_warn(place.discard)
 
     def end_save(self) -> None:
         """Note on every rank that the last save is complete."""
@@ -205,7 +234,7 @@ class Increment:
 
     def __init__(self, pieces: Sequence[tuple[str, str, Piece]], newest: _Newest | None, num: int) -> None:
         self.copy: RowCopy | None = None
-        self._pieces, self._num = pieces, num
+        self.pieces, self._num = pieces, num
         self._is_settled, self._is_whole = threading.Event(), False
         self.newest = newest  # on rank 0
         self.base_save = "" if newest is None else newest.base_save  # on rank 0
@@ -236,12 +265,18 @@ class Increment:
         """
         newest = self.newest
         assert newest is not None
+        merged = newest.merged
         if not isinstance(place, LocalPlace) or not isinstance(newest.place, LocalPlace):
             known = newest.checksums.seen_from(place)
             self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
+            if merged is not None:
+                return merged.seen_from(place)
             return known if newest.is_whole else known.base
         folder, unfinished = newest.place.path, place.unfinished
         base = folder if newest.is_whole else folder / BASE_FOLDER
+        if merged is not None:
+            assert isinstance(merged.place, LocalPlace)
+            base = merged.place.path
         skipped = {METADATA_NAME} if newest.is_whole else set()
         shutil.copytree(base, unfinished / BASE_FOLDER, copy_function=os.link, ignore=lambda *_: skipped)
         for name in self.rows:
@@ -254,7 +289,7 @@ class Increment:
         places: list[Place] = []
         names = {
             shard.data_ptr(): (part, name)
-            for part, name, piece in self._pieces
+            for part, name, piece in self.pieces
             for _, shard in local_parts(piece)
             if shard.numel()
         }
@@ -323,6 +358,16 @@ def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Pie
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
     """
+    for entry in read_rows(place, state):
+        for window, shard in local_parts(state[entry["part"]][entry["name"]]):
+            put_entry(entry, window, shard)
+
+
+def read_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> Iterator[RowsEntry]:
+    """Yield changed rows of these pieces, in the order of their saves; files are mapped into memory.
+
+    Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
+    """
     checksums = read_checksums(as_place(place))
     assert checksums is not None  # it was compared with the rest
     with checksums.checked(ROWS_NAME) as file:
@@ -331,8 +376,8 @@ def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Pie
         if any(_concerns(one, state) for one in places):
             with checksums.checked(name) as file:
                 for entry in _read_rows(file, checksums.place, name):
-                    if (piece := state.get(entry["part"], {}).get(entry["name"])) is not None:
-                        _put(entry, piece)
+                    if entry["name"] in state.get(entry["part"], {}):
+                        yield entry
 
 
 def _read_rows(file: Path, place: CheckpointPlace, name: str) -> list[RowsEntry]:
@@ -353,21 +398,20 @@ def _concerns(place: Place, state: Mapping[str, Mapping[str, Piece]]) -> bool:
     return False
 
 
-def _put(entry: RowsEntry, piece: Piece) -> None:
+def put_entry(entry: RowsEntry, window: Window, shard: Tensor) -> None:
+    """Copy rows into a shard, which is in this window of the unsharded piece; what is outside of it is skipped."""
     rows_N, values = entry["rows"], entry["values"]
-    for window, shard in local_parts(piece):
-        rows, *columns = window
-        inside_N = (rows_N >= rows.start) & (rows_N < rows.stop)
-        into_N = rows_N[inside_N] - rows.start
-        values_here = values[inside_N]
-        into = shard
-        for one in columns:
-            start = max(one.start, entry["first_column"])
-            stop = min(one.stop, entry["first_column"] + values.shape[1])
-            if start >= stop:
-                into_N = into_N[:0]
-                break
-            into = shard[:, start - one.start : stop - one.start]
-            values_here = values_here[:, start - entry["first_column"] : stop - entry["first_column"]]
-        if len(into_N):
-            into[into_N.to(into.device)] = values_here.to(into.device, into.dtype)
+    rows, *columns = window
+    inside_N = (rows_N >= rows.start) & (rows_N < rows.stop)
+    into_N = rows_N[inside_N] - rows.start
+    values_here = values[inside_N]
+    into = shard
+    for one in columns:
+        start = max(one.start, entry["first_column"])
+        stop = min(one.stop, entry["first_column"] + values.shape[1])
+        if start >= stop:
+            return
+        into = shard[:, start - one.start : stop - one.start]
+        values_here = values_here[:, start - entry["first_column"] : stop - entry["first_column"]]
+    if len(into_N):
+        into[into_N.to(into.device)] = values_here.to(into.device, into.dtype)

@@ -37,6 +37,11 @@ class Place(Protocol):
         """Return the place of another checkpoint in the same folder."""
         ...
 
+    @property
+    def merged(self) -> "Place":
+        """The place, beside the checkpoint, of what its increments are merged to until the next checkpoint has it."""
+        ...
+
     def is_in(self, folder: str) -> bool:
         """Return whether the checkpoint lies in this folder."""
         ...
@@ -126,6 +131,11 @@ class LocalPlace:
     def beside(self, name: str) -> "LocalPlace":
         """Return the place of another checkpoint in the same folder."""
         return LocalPlace(self.path.with_name(name))
+
+    @property
+    def merged(self) -> "LocalPlace":
+        """The place of what increments are merged to."""
+        return LocalPlace(atomic.sibling(self.path, "merged"))
 
     def is_in(self, folder: str) -> bool:
         """Return whether the checkpoint lies in this folder."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from ..compat.torch import tree_map_only
-from ..distributed import Group, gather_objects, together
+from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..tables import ShardedStateNames
 from ..text import check_known, some, without_secrets
 from .atomic import being_replaced, disk_errors, sibling
@@ -32,6 +32,7 @@ from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_che
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
 from .managed_collision_state import collision_state, pieces_for
+from .merged_rows import MergedRows
 from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
     CHECKSUMS_NAME,
@@ -144,6 +145,8 @@ class FolderSaver:
         # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
+        self._merge: Callable[[], None] | None = None  # to be begun
+        self._merging: Future[None] | None = None
 
     def save(
         self,
@@ -162,6 +165,7 @@ class FolderSaver:
         allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
+        self.forget_merge()
         state = take_state(checkpoint, model, self._group, increments.fused if increments and follows else None)
         increment = increments.take(state) if increments and follows else None
         name, snapshot, rest = uuid.uuid4().hex, Snapshot(), None
@@ -179,6 +183,7 @@ class FolderSaver:
         # From here on there are threads, which take the interpreter from this one.
         if increments is not None and increment is not None:
             increments.start(increment)
+            self._merge = partial(_merge, place, self._group, increments, increment.pieces)
         write = partial(_write, place, also, self._group, name, rest, snapshot, increments, increment, state)
         if not asynchronous:
             if increments is not None:
@@ -186,8 +191,25 @@ class FolderSaver:
             write()
             return
         # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
+        self._under_way = [self._submit(write)]
+
+    def _submit(self, action: Callable[[], None]) -> Future[None]:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way = [self._executor.submit(write)]
+        return self._executor.submit(action)
+
+    def merge(self) -> None:
+        """Begin, in the thread, to merge the increments of the newest checkpoint with its base, if it is due.
+
+        Every rank calls this at the same point, once nothing more comes that belongs to the last save.
+        """
+        if self._merge is not None:
+            merge, self._merge = self._merge, None
+            save = self._under_way[0] if self._under_way else None
+            self._merging = self._submit(lambda: None if save is not None and save.exception() else merge())
+
+    def forget_merge(self) -> None:
+        """Do not begin what would come with the next `merge`."""
+        self._merge = None
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call a function after the current save succeeds; at once if there is none."""
@@ -200,6 +222,9 @@ class FolderSaver:
     def wait(self) -> None:
         """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed."""
         under_way, self._under_way = self._under_way, []
+        if self._merging is not None:
+            futures.wait([self._merging])
+            self._merging = None
         futures.wait(under_way)
         for done in under_way:
             done.result()
@@ -249,6 +274,8 @@ def _write(
         place.begin(name)
         if increment is not None:
             base = increment.link(place)
+        elif increments is not None:
+            or_warn(place.merged.discard)  # of a run that was killed
 
     def finish() -> None:
         where = place.where(name)
@@ -275,19 +302,62 @@ def _write(
         increment.wait()
     with writing(place):
         [name, *_] = gather_objects(name, group)  # rank 0's
-        own_files, folder = place.writer_files(name)
+        files, writer = _writer_of(place, name)
         on_rank_zero(begin, group)
         snapshot.wait()
-        # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
-        writer = _Writer(folder, single_file_per_rank=False, sync_files=not place.is_store, per_thread_copy_ahead=0)
-        writer.fs = files = HashingFiles(own_files, place.where(name))  # type: ignore[assignment]
-        writer.path = folder  # an address is no `Path`
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
-        rows = {} if increment is None else together(partial(increment.write, files, folder, _rank(group)), group)
+        write_rows = None if increment is None else partial(increment.write, files, str(writer.path), _rank(group))
+        rows = {} if write_rows is None else together(write_rows, group)
         written = gather_objects((files.written, rows), group)
         on_rank_zero(finish, group)
     if increments is not None:
         increments.end_save()
+
+
+def _merge(place: Place, group: Group, increments: Increments, pieces: Sequence[tuple[str, str, Piece]]) -> None:
+    """Merge an incremental checkpoint's rows with its base, to the base of the next one; it stays as it is.
+
+    A warning if that is not possible: then the next checkpoint is whole.
+    """
+    target, state = place.merged, cast(State, {})
+    for part, name, piece in pieces:
+        state.setdefault(part, {})[name] = piece
+
+    def finish() -> None:
+        files = {key: value for of_rank in written for key, value in of_rank.items()}
+        checksums = Checksums(target, name, files)
+        target.commit(checksums, None)
+        increments.merged(checksums)
+
+    increments.discard_used()
+    [(name, is_due), *_] = gather_objects((uuid.uuid4().hex, increments.have_outgrown), group)  # rank 0 knows
+    if not is_due:
+        return
+    try:
+        rows = together(partial(MergedRows, place, state), group)
+        on_rank_zero(partial(target.begin, name), group)
+        files, writer = _writer_of(target, name)
+        save(state, storage_writer=writer, planner=rows, process_group=group, no_dist=group is None)
+        written = gather_objects(files.written, group)
+        on_rank_zero(finish, group)
+    except (CheckpointException, RuntimeError) as err:  # which every rank raises
+        warn_on_rank_zero(
+            f"could not merge the increments of {place}, so the next checkpoint is whole: {_in_words(err)}"
+        )
+        if is_rank_zero(group):
+            increments.merged(None)
+            with suppress(OSError):
+                target.discard()
+
+
+def _writer_of(place: Place, save_name: str) -> tuple[HashingFiles, "_Writer"]:
+    """Return the files of a save, and what writes them."""
+    own_files, folder = place.writer_files(save_name)
+    # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
+    writer = _Writer(folder, single_file_per_rank=False, sync_files=not place.is_store, per_thread_copy_ahead=0)
+    writer.fs = files = HashingFiles(own_files, place.where(save_name))  # type: ignore[assignment]
+    writer.path = folder  # an address is no `Path`
+    return files, writer
 
 
 def _rank(group: Group) -> int:

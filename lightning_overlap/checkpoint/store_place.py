@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from typing_extensions import override
 
 from ..text import message_without_secrets, without_secrets
+from .atomic import sibling
 from .checksums import SAVE_NAME, Checksums, read_checksums
 from .not_checkpoints import CHECKSUMS_NAME, DamagedError
 from .places import LocalPlace, Place
@@ -114,6 +115,11 @@ class StorePlace:
     def beside(self, name: str) -> "StorePlace":
         """Return the place of another checkpoint in the same folder."""
         return StorePlace(f"{self.address.rpartition('/')[0]}/{name}", self._options)
+
+    @property
+    def merged(self) -> "StorePlace":
+        """The place of what increments are merged to."""
+        return self.beside(sibling(Path(self.name), "merged").name)
 
     def inside(self, name: str) -> "StorePlace":
         """Return the place of a checkpoint within this one."""
@@ -244,6 +250,8 @@ class StorePlace:
         A full file of this name is removed too.
         """
         self.discard_folder()
+        if self.merged.holds_files():
+            self.merged.discard_folder()
         if self.is_file():
             self._remove_files([self._path])
         self._tell_of_changes()

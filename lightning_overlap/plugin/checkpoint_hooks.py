@@ -83,6 +83,11 @@ class SavesShards(HasRun):
             error.add_note(f"The checkpoint that was being written in the background has failed as well: {err}")
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._folder_saver.merge()
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_save()
@@ -132,6 +137,7 @@ class SavesShards(HasRun):
             access = fit.sparse.table_access
             fit.increments = Increments(self._module, access, self.checkpoint_group, self.most_increments)
             undo.callback(fit.increments.detach)
+            undo.callback(self._folder_saver.forget_merge)
 
     def check_checkpoint_paths(self, trainer: Trainer) -> None:
         """Raise a ValueError before training if a callback would save where its checkpoints cannot be."""

@@ -188,8 +188,9 @@ def _run(drawn: Drawn, stop: Stop | None, path: str, resume: str | None) -> tupl
     torch.manual_seed(3)
     watch = Watch(stop, path)
     model = Logs(drawn, watch)
-    saved_as, _, how = drawn.format.partition(", ")
-    options = {"checkpoint_format": saved_as, "async_checkpoint": bool(how), "most_increments": 10}
+    saved_as, *how = drawn.format.split(", ")
+    most = 0 if "merged" in how else 10
+    options = {"checkpoint_format": saved_as, "async_checkpoint": "asynchronous" in how, "most_increments": most}
     strategy = make_strategy(model, drawn.pipeline, **options)
     trainer = make_trainer(strategy, callbacks=[watch], **drawn.kwargs)
     if resume is not None:

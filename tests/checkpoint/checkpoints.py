@@ -90,7 +90,8 @@ def train(
     model = model_class(case)
     if kwargs.get("checkpoint_format") == "incremental":
         early = f"{folder}/early.ckpt" if "://" in folder else f"{folder}.early.ckpt"  # a store has no links
-        callbacks, kwargs["most_increments"] = (*callbacks, SavesEarly(early)), 10
+        callbacks = (*callbacks, SavesEarly(early))
+        kwargs.setdefault("most_increments", 10)
     if resume is not None:
         zeroed(model)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)

@@ -6,19 +6,21 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import LocalPlace, atomic, full_file, sharded_folder
+from lightning_overlap.checkpoint import Increments, LocalPlace, atomic, full_file, read_folder, sharded_folder
 
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
@@ -154,6 +156,46 @@ def save_beside_training(folder: str) -> list[tuple[str, list[str]]]:
         trainer = make_trainer(make_strategy(model, **options), callbacks=[Saves()])
         trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 3))
     return found
+
+
+class Merged(NamedTuple):
+    """What a checkpoint of a fit whose increments are merged is."""
+
+    saves_of_rows: set[str]  # the numbers of the saves that have files of rows; none in a whole checkpoint
+    is_exact: bool  # whether it has the tables as they were when it was saved
+
+
+def merge_increments(
+    folder: str, *, asynchronous: bool, after: int = 1, damages: bool = False
+) -> tuple[list[Merged], list[str]]:
+    """Save after each step, and merge the rows of so many saves; perhaps damage a base before. Return warnings too."""
+    found: list[Merged] = []
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            path, step = Path(folder) / f"{trainer.global_step}.ckpt", trainer.global_step
+            trainer.save_checkpoint(path)
+            tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
+            weights = read_folder(path, weights_only=True)["state_dict"]
+            is_exact = all(torch.equal(weights[f"ebc.embedding_bags.{name}.weight"], tables[name]) for name in tables)
+            saves_of_rows = {file.name.split("_")[1] for file in path.glob("rows_*")}
+            found.append(Merged(saves_of_rows, is_exact))
+            dist.barrier()
+            if damages and step == 2 and dist.get_rank() == 0:
+                file = max((path / "base").glob("*.distcp"), key=lambda one: one.stat().st_size)
+                content = file.read_bytes()
+                file.unlink()  # it has other names
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            dist.barrier()
+
+    model = Model(ROWWISE_ADAGRAD)
+    options = {"checkpoint_format": "incremental", "async_checkpoint": asynchronous, "most_increments": 0}
+    outgrown = property(lambda self: len({name.split("_")[1] for name in self._newest.rows}) >= after)
+    is_due = mock.patch.object(Increments, "have_outgrown", outgrown) if dist.get_rank() == 0 else nullcontext()
+    with warnings.catch_warnings(record=True, action="always") as caught, is_due if after > 1 else nullcontext():
+        trainer = make_trainer(make_strategy(model, replicate_tables=False, **options), callbacks=[Saves()])
+        trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 5))
+    return found, [str(one.message) for one in caught if "merge" in str(one.message)]
 
 
 def write_after_a_save(folder: str) -> tuple[str, list[str]]:

@@ -25,13 +25,9 @@ from ..support.cases import TABLE_WISE, Batches
 from ..support.fits import make_trainer
 from . import checkpoints
 from .object_store import Objects, before_each_change, needing, store_in
-from .test_crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at
+from .test_crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at, options_of
 
 RUN = "objects://bucket/run"
-
-
-def options_of(how: str) -> dict[str, Any]:
-    return {"async_checkpoint": True} if how == "async" else {"checkpoint_format": how, "most_increments": 10}
 
 
 def fit(how: str, num_steps: int, *, resume: bool = False, address: str = RUN, **saving: Any) -> tuple[int, int]:
@@ -64,7 +60,7 @@ def step_of(address: str, sums: dict[int, set[float]]) -> int:
 
 def names_in(address: str) -> list[str]:
     """Names of whole checkpoints."""
-    return sorted(StorePlace(f"{address}/_").names_beside("", ""))
+    return sorted(StorePlace(f"{address}/_").names_beside("", ".ckpt"))
 
 
 def unlisted(address: str = RUN) -> list[str]:
@@ -84,7 +80,9 @@ def unlisted(address: str = RUN) -> list[str]:
     return sorted({key for key in Objects()._keys() if key.startswith(f"{above}/")} - has)
 
 
-def fit_and_crash(folder: str, how: str, num_resumed: int) -> tuple[list[Left], list[str], dict[str, bool], list[str]]:
+def fit_and_crash(
+    folder: str, how: str, num_resumed: int, num_steps: int = NUM_STEPS
+) -> tuple[list[Left], list[str], dict[str, bool], list[str]]:
     """Fit, and look at what a crash before any change of the store would leave.
 
     Returns what is left; the names at the end; whether the first fits that went on from "last" did so at its step; the
@@ -100,7 +98,7 @@ def fit_and_crash(folder: str, how: str, num_resumed: int) -> tuple[list[Left], 
 
     with warnings.catch_warnings(action="ignore"):
         with store_in(store), before_each_change(copy):
-            fit(how, NUM_STEPS)
+            fit(how, num_steps)
         copy()
         sums: dict[int, set[float]] = {}
         left: dict[Any, Left] = {}
@@ -129,7 +127,7 @@ def fit_and_resume(folder: str, how: str) -> Any:
         options = options_of(how)
         whole = checkpoints.train(TABLE_WISE, f"{RUN}/one", epochs=2, **options)
         resumed = f"{RUN}/one/epoch=0.ckpt"
-        assert is_incremental(place_at(resumed)) == (how == "incremental")
+        assert is_incremental(place_at(resumed)) == (how != "async" and how != "sharded")
         again = checkpoints.train(TABLE_WISE, f"{RUN}/two", epochs=2, resume=resumed, **options)
     return whole.result, again.result
 

@@ -15,6 +15,7 @@ from . import any_resumes
 from .any_resumes import LOADERS, PLACES, SCHEDULERS, Drawn, Stop
 
 EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
+FORMATS = ["full", "sharded", "incremental", "incremental, asynchronous", "incremental, merged"]
 stops = st.builds(Stop, st.sampled_from(PLACES), st.integers(1, 7), st.booleans())
 
 
@@ -37,7 +38,7 @@ def draws(draw: Callable[..., Any]) -> Drawn:
         val_interval=draw(st.sampled_from(intervals)),
         val_every_n_epochs=every,
         scheduler=draw(st.sampled_from(SCHEDULERS)),
-        format=draw(st.sampled_from(["full", "sharded", "incremental", "incremental, asynchronous"])),
+        format=draw(st.sampled_from(FORMATS)),
     )
 
 

@@ -37,6 +37,26 @@ def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_
         assert [seen for what, seen in saves_of_rank if what == "rows"] == [exchanges] * 2
 
 
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"asynchronous": True, "after": 2}, [set(), {"1"}, {"1", "2"}, {"3"}, {"3", "4"}]),
+        ({"asynchronous": False}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
+        ({"asynchronous": True, "damages": True}, [set(), {"1"}, set(), {"2"}, {"3"}]),
+    ],
+    ids=["async", "sync", "damaged"],
+)
+def test_increments_are_merged(two_ranks: Ranks, options: dict[str, Any], rows: list[set[str]], tmp_path: Path) -> None:
+    """The next one then has the rows since; if the base is damaged, the next one is whole, and training goes on."""
+    merge = partial(saves.merge_increments, **options)
+    (first, said), (second, said_by_other) = two_ranks.run(merge, str(tmp_path))
+    assert [one.saves_of_rows for one in first] == rows
+    assert all(one.is_exact for one in [*first, *second])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.ckpt" for step in range(1, 6)]
+    assert len(said) == ("damages" in options)
+    assert not said_by_other
+
+
 @pytest.fixture(params=FORMATS)
 def checkpoint_format(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -72,7 +92,9 @@ def assert_goes_on(expected: list[Trained], resumed: list[Trained]) -> None:
 def test_resume_equals_not_stopping(
     ranks: Ranks, case: Case, model_class: type[Model], checkpoint_format: str, tmp_path: Path
 ) -> None:
-    goes_on(ranks, case, tmp_path, model_class=model_class, checkpoint_format=checkpoint_format)
+    most = 0 if case is MIXED else 10  # 0: what is resumed from stands on merged increments
+    options: dict[str, Any] = {"checkpoint_format": checkpoint_format, "most_increments": most}
+    goes_on(ranks, case, tmp_path, model_class=model_class, **options)
     assert (tmp_path / "a" / "epoch=0.ckpt").is_dir() == (checkpoint_format != "full")
     assert (tmp_path / "a" / "epoch=0.ckpt" / "base").is_dir() == (checkpoint_format == "incremental")
 
@@ -120,7 +142,10 @@ PLANS = ("1 0", "cw cw", "rw rw")
     ids=lambda value: getattr(value, "name", value),
 )
 def test_another_plan(two_ranks: Ranks, first: str, checkpoint_format: str, case: Case, tmp_path: Path) -> None:
-    saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
+    options: dict[str, Any] = {"checkpoint_format": checkpoint_format, "most_increments": 0}  # 0: they are merged
+    saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, **options)
+    if checkpoint_format == "incremental":
+        assert len({file.name.split("_")[1] for file in Path(saved[0].checkpoint).glob("rows_*")}) == 1
     before = whole(saved)
     for second in PLANS:
         loaded = two_ranks.run(train, case, str(tmp_path / "_"), plan=second, resume=saved[0].checkpoint)

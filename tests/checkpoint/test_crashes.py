@@ -127,6 +127,7 @@ def fit_and_crash(
     exchanges: bool = True,
     before: tuple[str, Any] | None = None,
     num_resumed: int = 0,
+    num_steps: int = NUM_STEPS,
 ) -> tuple[list[Left], list[str], dict[str, bool]]:
     """Fit, in the folder of a fit `before` perhaps, and look at what a crash at any instant of it would leave.
 
@@ -145,7 +146,7 @@ def fit_and_crash(
     with warnings.catch_warnings(action="ignore"), no_exchange if not exchanges else warnings.catch_warnings():
         if before is not None:
             _fit(place, *before)
-        num_steps = NUM_STEPS * (1 if before is None else 2)
+        num_steps *= 1 if before is None else 2
         with before_each_change(copy):
             _fit(place, how, save_last, num_steps=num_steps, resume=before is not None)
         copy()
@@ -221,8 +222,17 @@ class Small(LightningModule):
         return torch.optim.SGD(self.top.parameters(), 0.1)
 
 
+def options_of(how: str) -> dict[str, Any]:
+    """Return a strategy's options; "merged": of increments that are merged after each save."""
+    if how == "async":
+        return {"async_checkpoint": True}
+    if how.startswith("merged"):
+        return {"checkpoint_format": "incremental", "most_increments": 0, "async_checkpoint": how.endswith("async")}
+    return {"checkpoint_format": how, "most_increments": 10}
+
+
 def _fit(place: Path, how: str, save_last: Any, *, num_steps: int = NUM_STEPS, resume: bool = False) -> tuple[int, int]:
-    form: Any = {"async_checkpoint": True} if how == "async" else {"checkpoint_format": how, "most_increments": 10}
+    form = options_of(how)
     sgd = (torch.optim.SGD, {"lr": 0.5})
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=sgd, **form)
     saved: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1, "save_last": save_last}
@@ -317,6 +327,20 @@ def test_a_crash_at_any_instant(get_ranks: Any, how: str, save_last: Any, tmp_pa
     assert all(began.values())
 
 
+@pytest.mark.parametrize(("how", "save_last"), [("merged", True), ("merged, async", "link")])
+def test_a_crash_while_increments_are_merged(get_ranks: Any, how: str, save_last: Any, tmp_path: Path) -> None:
+    """What they are merged to is seen in no checkpoint before it is whole; nothing of it is left at the end."""
+    crash = functools.partial(get_ranks(1).run, fit_and_crash, str(tmp_path), how, save_last)
+    [(left, names, began)] = crash(num_resumed=2, num_steps=4)
+    check(left)
+    merging = [state for state in left if any(".merged" in name for name in state.names)]
+    assert {state.newest for state in merging} >= {2, 3}
+    assert any("unfinished" in name for state in merging for name in state.names if ".merged" in name)
+    assert names == ["last.ckpt", "step=4.ckpt"]
+    assert len(began) == 2
+    assert all(began.values())
+
+
 @pytest.mark.parametrize("save_last", [True, "link"], ids=["last", "link"])
 @pytest.mark.parametrize("how", ["sharded", "async"])
 def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_last: Any, tmp_path: Path) -> None:
@@ -352,12 +376,13 @@ def test_another_format_in_the_same_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "rank"), [("sharded", 0), ("sharded", 1), ("async", 1), ("full", 0), ("incremental", 0)]
+    ("how", "rank"),
+    [("sharded", 0), ("sharded", 1), ("async", 1), ("full", 0), ("incremental", 0), ("merged, async", 0)],
 )
 def test_a_rank_that_is_killed_in_a_save(get_ranks: Any, how: str, rank: int, tmp_path: Path) -> None:
     """The other rank ends with it; the next run goes on from the newest whole checkpoint, also on three ranks."""
     num = random.Random(f"{how} {rank}").randint(30, 90)  # in the second save or later
-    num += 60 * (how == "incremental")  # in an increment
+    num += 60 * (how in ("incremental", "merged, async"))  # in an increment
     with pytest.raises(RankError):
         get_ranks(2).run(fit_until_killed, str(tmp_path), how, rank, num)
     whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))

@@ -16,18 +16,19 @@ from . import stores
 from .test_crashes import NUM_STEPS, check
 
 
-@pytest.mark.parametrize("how", ["sharded", "async", "incremental"])
+@pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged, async"])
 def test_a_crash_at_any_change(get_ranks: Any, how: str, tmp_path: Path) -> None:
-    [(left, names, began, lost)] = get_ranks(1).run(stores.fit_and_crash, str(tmp_path), how, 3)
+    num_steps = NUM_STEPS + how.startswith("merged")
+    [(left, names, began, lost)] = get_ranks(1).run(stores.fit_and_crash, str(tmp_path), how, 3, num_steps)
     check(left)
     assert len(left) > 20
-    assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
+    assert names == ["last.ckpt", f"step={num_steps}.ckpt"]
     assert len(began) == 3
     assert all(began.values())
     assert not lost
 
 
-@pytest.mark.parametrize("how", ["sharded", "async", "incremental"])
+@pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged"])
 def test_a_fit_resumes_from_a_store(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     for whole, resumed in two_ranks.run(stores.fit_and_resume, str(tmp_path), how):
         assert torch.equal(whole.losses[-len(resumed.losses) :], resumed.losses)
