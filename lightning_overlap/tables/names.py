@@ -20,9 +20,8 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-from typing_extensions import override
 
-from ..compat.torch import register_pytree_node, tree_map_only
+from ..compat.torch import tree_map_only
 from ..compat.torchrec import (
     divide_no_means,
     input_dist_unordered,
@@ -31,57 +30,11 @@ from ..compat.torchrec import (
     without_weights,
 )
 from ..text import some
+from .columns import ColumnOrder, ConfigOrderKeyedTensor
 from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
 
 _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 """Sharding types whose kernels sum where a mean is asked for."""
-
-
-class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor, `(B, sum of dims)`, with another's columns in the order of `keys`; only `values()` copies them."""
-
-    def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
-        lengths = dict(zip(in_plan_order.keys(), in_plan_order.length_per_key(), strict=True))
-        # The base class's methods use its own values only for their device and memory, not for their order.
-        super().__init__(keys, [*map(lengths.__getitem__, keys)], in_plan_order.values(), in_plan_order.key_dim())
-        self._in_plan_order = in_plan_order
-        self._in_order: Tensor | None = None
-
-    @override
-    def values(self) -> Tensor:
-        if self._in_order is None:
-            # The caller may first read the values under no_grad, and train on them afterwards.
-            values = self._in_plan_order.values()
-            with torch.inference_mode(values.is_inference()), torch.set_grad_enabled(values.requires_grad):
-                self._in_order = torch.cat([*self.to_dict().values()], dim=self.key_dim())
-        return self._in_order
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._in_plan_order[key]  # type: ignore[no-any-return]
-
-    @override
-    def to_dict(self) -> dict[str, Tensor]:
-        plan, names = self._in_plan_order, self.keys()
-        columns = dict(zip(plan.keys(), plan.values().split(plan.length_per_key(), dim=plan.key_dim()), strict=True))
-        return dict(zip(names, map(columns.__getitem__, names), strict=True))
-
-    @override
-    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
-        self._in_plan_order.record_stream(stream)
-        if self._in_order is not None:
-            self._in_order.record_stream(stream)
-
-    @override
-    def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
-        values = self.values().to(device, non_blocking=non_blocking)
-        return KeyedTensor(self.keys(), self.length_per_key(), values, self.key_dim())
-
-
-register_pytree_node(
-    ConfigOrderKeyedTensor,
-    lambda columns: ([columns.values()], (columns.keys(), columns.length_per_key())),
-    lambda values, context: KeyedTensor(*context, *values),
-)
 
 
 def without_graph(answer: Any) -> Any:
@@ -115,6 +68,7 @@ class OutputInOrder:
         self._method = method  # `output_dist` or `compute_and_output_dist`
         self._names = names  # of embeddings, in the order of the configs
         self._means = means
+        self._order: ColumnOrder | None = None  # of the last output
 
     def __call__(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the awaitable of the method, finished."""
@@ -124,20 +78,23 @@ class OutputInOrder:
         """Return an awaitable of embeddings, with what is still to be done to them when they arrive."""
         if self._means is not None:
             awaitable.callbacks.append(partial(self._means.divide, ctx.divisor))
-        awaitable.callbacks.append(partial(_put_in_order, self._names))
+        awaitable.callbacks.append(self._put_in_order)
         return awaitable
+
+    def _put_in_order(self, columns: Any) -> Any:
+        if not isinstance(columns, KeyedTensor):
+            return columns if list(columns) == self._names else {name: columns[name] for name in self._names}
+        if columns.keys() == self._names:
+            return columns
+        if self._order is None or not self._order.fits(columns):
+            self._order = ColumnOrder(columns, self._names)
+        return ConfigOrderKeyedTensor(columns, self._order)
 
 
 def by_config(module: Any, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
     """Finish an awaitable as the `output_dist` of a sharded collection does: divided, in the order of the configs."""
     in_order: OutputInOrder = module.output_dist
     return in_order.finish(ctx, awaitable)
-
-
-def _put_in_order(names: list[str], columns: Any) -> Any:
-    if isinstance(columns, KeyedTensor):
-        return columns if columns.keys() == names else ConfigOrderKeyedTensor(columns, names)
-    return columns if list(columns) == names else {name: columns[name] for name in names}
 
 
 def find_features_by_name(model: nn.Module) -> None:

@@ -384,7 +384,7 @@ def _reads_once_more(patch: pytest.MonkeyPatch) -> None:
     "laws/test_unsharded.py::test_columns_stand_in_the_order_of_the_configs_in_every_mode",
 )
 def _order_of_the_plan(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(names, "_put_in_order", lambda names, columns: columns)
+    patch.setattr(names.OutputInOrder, "_put_in_order", lambda self, columns: columns)
 
 
 @breaks(
