@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from ..compat.torch import tree_map_only
-from ..distributed import Group, gather_objects, together, warn_on_rank_zero
+from ..distributed import Group, gather_objects, gather_on_rank_zero, together, warn_on_rank_zero
 from ..tables import ShardedStateNames
 from ..text import check_known, some, without_secrets
 from .atomic import being_replaced, disk_errors, sibling
@@ -308,7 +308,7 @@ def _write(
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         write_rows = None if increment is None else partial(increment.write, files, str(writer.path), _rank(group))
         rows = {} if write_rows is None else together(write_rows, group)
-        written = gather_objects((files.written, rows), group)
+        written = gather_on_rank_zero((files.written, rows), group)
         on_rank_zero(finish, group)
     if increments is not None:
         increments.end_save()

@@ -11,7 +11,9 @@ from .consensus import Poll as Poll
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
 from .consensus import check_none_batches as check_none_batches
+from .consensus import gather_if_unequal as gather_if_unequal
 from .consensus import gather_objects as gather_objects
+from .consensus import gather_on_rank_zero as gather_on_rank_zero
 from .consensus import together as together
 from .consensus import warn_on_rank_zero as warn_on_rank_zero
 from .failures import PEER_LOST as PEER_LOST

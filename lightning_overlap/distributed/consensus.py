@@ -1,5 +1,7 @@
 """Let all ranks agree at every step on the end of the data, stops and saves; they read the result a step later."""
 
+import hashlib
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -161,6 +163,24 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_if_unequal(value: T, group: Group = None) -> list[T]:
+    """Return the values of all ranks; if all are equal, one of them.
+
+    For values that grow with the number of ranks and are almost always equal: only digests travel then.
+    """
+    digests = gather_objects(hashlib.blake2b(pickle.dumps(value), digest_size=16).digest(), group)
+    return [value] if len(set(digests)) == 1 else gather_objects(value, group)
+
+
+def gather_on_rank_zero(value: T, group: Group) -> list[T]:
+    """Return the values of all ranks on rank 0 of a group, on other ranks nothing; any picklable objects."""
+    if group is None or group.size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
 
 
 def together(action: Callable[[], T], group: Group, *, alike: tuple[type[Exception], ...] = ()) -> T:

@@ -1,16 +1,28 @@
 """When ranks that know how many batches they have poll each other."""
 
 import itertools
+import pickle
 import re
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.distributed import MAX_INTERVAL, PollInterval, check_none_batches, consensus
+from lightning_overlap.distributed import (
+    MAX_INTERVAL,
+    PollInterval,
+    check_none_batches,
+    consensus,
+    gather_if_unequal,
+    gather_on_rank_zero,
+)
 from lightning_overlap.distributed.consensus import POLL_EVERY_S
+
+from ..support.ranks import Ranks
 
 SECONDS = st.floats(1e-4, 2.0)  # that a batch takes
 
@@ -57,3 +69,24 @@ def test_ranks_whose_latest_none_batches_differ_are_named(latest: list[int]) -> 
     number, rank, _, theirs, other = found.groups()
     assert int(number) == latest[int(rank)] == max(latest)
     assert int(theirs or -1) == latest[int(other)] < int(number)
+
+
+def gathered(numbers: dict[str, list[int]]) -> Any:
+    rank, found, group = dist.get_rank(), list[Any](), dist.group.WORLD
+    assert group is not None
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
+        for of_ranks in numbers.values():
+            value = (of_ranks[rank], ("a", [of_ranks[rank]] * 100))
+            found.append([one[0] for one in gather_if_unequal(value, group)])
+        sizes = [len(pickle.dumps(call.args[1])) for call in gather.call_args_list]
+    on_zero = gather_on_rank_zero({"rank": rank}, group)
+    return [*found, sizes, on_zero]
+
+
+def test_equal_objects_are_not_sent_and_others_come_from_all_ranks(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(gathered, {"equal": [3, 3], "other": [3, 4]})
+    assert first[:2] == second[:2] == [[3], [3, 4]]
+    of_equal, *of_others = first[2]
+    assert of_equal < 100
+    assert len(of_others) == 2, "digests, then the objects"
+    assert (first[3], second[3]) == ([{"rank": 0}, {"rank": 1}], [])
