@@ -72,7 +72,7 @@ class Discovery:
         kjts = inputs_of(flight.batch) if self._pipeline.group is not None else []
         for name, forward in self._forwards.items():
             kjt = input_in(flight.batch, forward.path) if forward.early else None
-            if kjt is None or forward.keys != frozenset(kjt.keys()):
+            if kjt is None or not forward.has_keys_of(kjt):
                 continue
             if forward.has_sequences and not kjt.lengths().numel():
                 continue  # TorchRec's lookup would fail; a call is refused by name
@@ -83,8 +83,9 @@ class Discovery:
                 module=forward.module,
                 kjt=kjt,
                 pipeline=self._pipeline,
+                narrow=forward.narrow,
                 # The step may pass another input of the batch that has the same keys.
-                num_found=sum(forward.keys == frozenset(other.keys()) for _, other in kjts),
+                num_found=sum(forward.has_keys_of(other) for _, other in kjts),
                 outside=forward.ids_outside(kjt, flight),
                 has_graph=forward.has_graph(kjt),
             )

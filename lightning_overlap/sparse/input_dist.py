@@ -29,9 +29,9 @@ from ..compat.torchrec import (
     stay_here,
     tell_lookups,
 )
-from ..distributed import Entry, PackedExchange, gather_objects
+from ..distributed import Entry, PackedExchange, gather_if_unequal
 from ..runtime import Streams
-from ..tables import ids_fit_32_bits, input_dists_of, num_ids
+from ..tables import input_dists_of, num_ids
 from .input_sizes import Described, Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .other_forwards import other_forwards
 
@@ -46,14 +46,16 @@ FEW_SEGMENTS, MANY_IDS = 16, 512
 def splits_only(
     module: Any, kjt: KeyedJaggedTensor, group: dist.ProcessGroup | None, *, narrow: bool = False
 ) -> Iterator[Callable[[Any, KeyedJaggedTensor], Awaitable[Any]]]:
-    """Yield a module's `input_dist`, which here describes its all-to-alls of sizes, for `InputExchange` to start."""
+    """Yield a module's `input_dist`, which here describes its all-to-alls of sizes, for `InputExchange` to start.
+
+    `narrow`: ids and lengths are sent as 32-bit integers.
+    """
     dists = input_dists_of(module)
     all_to_alls = [one for each in dists if (one := all_to_all_of(each)) is not None]
     if group is None:
         with other_forwards([(one, partial(stay_here, one)) for one in all_to_alls]):
             yield module.input_dist
         return
-    narrow = narrow and ids_fit_32_bits(module)
     order = _order_when_packed(module, dists, kjt)
     with other_forwards([(one, partial(_describe, one, group, narrow, order)) for one in all_to_alls]):
         yield module.input_dist if order is None else module.input_dist.unordered
@@ -150,7 +152,7 @@ class InputExchange:
         """
         described = {name: form_of(one.splits_awaitable) for name, one in flight.modules.items()}
         if any(name not in self._forms for name in taking_part):
-            for theirs in gather_objects(described, self._group):  # a rank's first batch may lack a module's input
+            for theirs in gather_if_unequal(described, self._group):  # a rank's first batch may lack a module's input
                 self._forms = {**theirs, **self._forms}
         for name, form in described.items():
             if self._forms.get(name) != form:  # for example with per-id weights that the first one lacked

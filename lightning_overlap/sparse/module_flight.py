@@ -99,6 +99,7 @@ class ModuleFlight:
     rates: list[float] | None = None  # learning rates of its kernels at the lookup, if `SparseOptions.holds_rates`
     autocast: tuple[bool, torch.dtype] | None = None  # `autocast_of` at the lookup
     has_graph: bool = True  # whether a backward through the embeddings reaches what is trained
+    narrow: bool = False  # whether its ids and lengths are sent as 32-bit integers
     num_found: int = 1  # how many KeyedJaggedTensors of this rank's batch have the keys of the module's input
     votes: bool = False  # whether all ranks vote at the call: on some rank another input has the same keys
     served_in: int = -1  # number of the step that got the embeddings; LBFGS runs several steps of a batch
@@ -135,7 +136,7 @@ class ModuleFlight:
         if self.outside is not None:  # an error if the step calls the module with these ids, and does not map them
             set_values(sent, torch.zeros_like(kjt.values()))
         self.context = self.module.create_context()
-        with splits_only(self.module, sent, pipeline.group, narrow=pipeline.options.multi_node) as input_dist:
+        with splits_only(self.module, sent, pipeline.group, narrow=self.narrow) as input_dist:
             self.splits_awaitable = input_dist(self.context, sent)
         self.sent = SentInput(kjt)
 

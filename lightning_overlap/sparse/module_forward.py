@@ -21,6 +21,7 @@ from ..tables import (
     count_backwards,
     has_model_parallel_tables,
     holds_sequences,
+    ids_fit_32_bits,
     is_frozen,
     no_samples,
     renew_counts,
@@ -55,12 +56,14 @@ class ModuleForward:
         check_torchrec(module)
         self.name, self.module, self._pipeline = name, module, pipeline
         self._ranges, self.has_sequences = IdRanges(module), holds_sequences(module)
-        self._is_sent = has_model_parallel_tables(module)  # found once: it walks all tables
+        # Found once: they walk all tables.
+        self._is_sent = has_model_parallel_tables(module)
+        self.narrow = pipeline.options.multi_node and ids_fit_32_bits(module)  # whether ids are sent as 32 bits
         self._is_frozen = is_frozen(module)
         present = vars(module).get("forward")
         self._original: Callable[..., Any] = present._original if isinstance(present, ModuleForward) else module.forward
         self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
-        self.keys: frozenset[str] = frozenset()  # of its input; other inputs in the batch may have the same keys
+        self.keys: list[str] = []  # of its input; other inputs in the batch may have the same keys
         self._forms: dict[int, Any] = {}  # types of the tensors that its own forward has sent, by call of a step
         # Why it runs in its own forward; None if it can be looked up early.
         prefetches = pipeline.options.looks_up_cached
@@ -84,6 +87,11 @@ class ModuleForward:
         """
         weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
         return not self._is_frozen or (weights is not None and weights.requires_grad)
+
+    def has_keys_of(self, kjt: KeyedJaggedTensor) -> bool:
+        """Whether its input has the keys of this one, in whatever order."""
+        keys = kjt.keys()
+        return keys == self.keys or (len(keys) == len(self.keys) and set(keys) == set(self.keys))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step would trace the whole pipeline
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

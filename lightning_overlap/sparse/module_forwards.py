@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import gather_objects
+from ..distributed import gather_if_unequal
 from ..runtime import Path
 from ..tables import refuse_other_batch_sizes, take_row_0_for_ids_outside
 from .module_forward import ModuleForward, only_input
@@ -74,13 +74,13 @@ class ModuleForwards(dict[str, ModuleForward]):
         """Find the inputs of the modules' calls among those of the batch, by identity; all ranks agree."""
         by_id, by_path = {id(kjt): path for path, kjt in inputs}, dict(inputs)
         mine = {name: _find(forward, by_id, self._options.method) for name, forward in self.items()}
-        everyone = [mine] if self._group is None else gather_objects(mine, self._group)
+        everyone = [mine] if self._group is None else gather_if_unequal(mine, self._group)
         for name, forward in self.items():
             found: Path | str = everyone[0][name]
             if len({None if isinstance(theirs[name], str) else theirs[name] for theirs in everyone}) > 1:
                 found = "its input is at different places of the batch on different ranks"
             if not isinstance(found, str):
-                forward.path, forward.keys = found, frozenset(by_path[found].keys())
+                forward.path, forward.keys = found, list(by_path[found].keys())
             if forward.unpipelined_reason is not None:
                 forward.warn_of_own_forward(forward.unpipelined_reason)
             elif isinstance(found, str):
