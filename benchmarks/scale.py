@@ -7,8 +7,10 @@
 The other ranks are made up: each of them does what rank 0 does, with the same batch. So an all-to-all gives rank 0 what
 it sends to itself, once from each rank. Times are CPU time of the training thread, without the time in collectives:
 whoever waits, or copies, is not counted. `torchrec` is TrainPipelineSparseDist in a bare loop, whose plan the other
-arms have too; these are whole steps under Lightning's Trainer. Each size has a process of its own, with a limit on its
-time and memory. The arms take turns; the ratio is of medians.
+arms have too; these are whole steps under Lightning's Trainer. `torchrec/lightning` is that pipeline there: a manual
+`training_step(self, dataloader_iter)` calls `progress`. Each size has a process of its own, with a limit on its time
+and memory. The arms take turns. A time is the tenth percentile of a round's steps, since other work on the host
+lengthens the CPU time of a thread; ratios are of medians over rounds.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-ARMS = ("torchrec", "base", "fused_sparse_dist", "split_backward")
+if TYPE_CHECKING:
+    import torch
+
+ARMS = ("torchrec", "torchrec/lightning", "base", "fused_sparse_dist", "split_backward")
 WARM_UP, TAIL = 6, 10  # steps that are not counted: the first, and those near the end, whose batches are all polled
 ROWS, DIM, BAG = 100, 8, 2
+COLUMNS = (
+    *("ranks", "tables", "arm", "ms a step", "of torchrec", "by round", "of torchrec/lightning", "by round"),
+    *("collectives", "KiB sent", "first step, ms"),
+)
 RANKS_PER_HOST = 8
 
 
@@ -43,9 +52,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 256, 1024])
     parser.add_argument("--tables", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--sharding", choices=("table_wise", "row_wise"), default="table_wise")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="torchrec, and names of modes")
+    parser.add_argument(
+        "--arms", nargs="+", default=list(ARMS), help="torchrec, torchrec/lightning, and names of modes"
+    )
     parser.add_argument("--batch-size", type=int, default=8, help="samples of a rank")
-    parser.add_argument("--steps", type=int, default=15, help="steps per arm and round")
+    parser.add_argument("--steps", type=int, default=30, help="steps per arm and round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the arms take turns in each")
     parser.add_argument("--limit-s", type=int, default=240, help="seconds for one size")
     parser.add_argument("--limit-gb", type=float, default=8, help="memory for one size")
@@ -63,23 +74,32 @@ def main() -> None:
     lines = []
     for ranks, tables in tqdm(sizes, leave=False):
         lines += _lines(ranks, tables, _measure(options, ranks, tables))
-    print("| ranks | tables | arm | ms a step | of torchrec | by round | collectives | KiB sent | first step, ms |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|---" * len(COLUMNS) + "|")
     print("\n".join(lines))
+
+
+def rows_of(ranks: int) -> int:
+    """Return the rows of a table: row-wise each rank has some."""
+    return max(ROWS, 2 * ranks)
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """Return the variables of rank 0 of so many."""
+    local = min(RANKS_PER_HOST, ranks)
+    return {
+        **{"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local)},
+        **{"TORCHELASTIC_RUN_ID": "scale", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"},
+    }
 
 
 def _measure(options: argparse.Namespace, ranks: int, tables: int, *, profile: bool = False) -> Any:
     """Return what a new process has measured with so many ranks and tables, or why it has not."""
-    local = min(RANKS_PER_HOST, ranks)
-    env = {
-        **{"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local)},
-        **{"TORCHELASTIC_RUN_ID": "scale", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"},
-    }
     arguments = [*sys.argv[1:], "--ranks", str(ranks), "--tables", str(tables)]
     try:
         ran = subprocess.run(
             [sys.executable, os.path.abspath(__file__), *arguments],
-            env=os.environ | env,
+            env=os.environ | environment(ranks),
             capture_output=True,
             text=True,
             timeout=options.limit_s,
@@ -95,20 +115,26 @@ def _measure(options: argparse.Namespace, ranks: int, tables: int, *, profile: b
 
 def _lines(ranks: int, tables: int, measured: dict[str, Any] | str) -> list[str]:
     if isinstance(measured, str):
-        return [f"| {ranks:,} | {tables} | {measured} | | | | | | |"]
+        return [f"| {ranks:,} | {tables} | {measured} |" + " |" * (len(COLUMNS) - 3)]
     lines = []
-    reference = measured.get("torchrec")
     for name, arm in measured.items():
-        whole_ms = statistics.median(arm["step_ms"])
-        by_round = ratio = ""
-        if reference is not None:
-            ratio = f"{whole_ms / statistics.median(reference['step_ms']):.2f}"
-            ratios = [one / other for one, other in zip(arm["step_ms"], reference["step_ms"], strict=True)]
-            by_round = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        first = f"{statistics.median(arm['first_ms']):.0f}"
-        sent = f"{arm['num_collectives']:.0f} | {arm['num_bytes'] / 1024:.0f}"
-        lines.append(f"| {ranks:,} | {tables} | {name} | {whole_ms:.2f} | {ratio} | {by_round} | {sent} | {first} |")
+        of_others = [_ratio(arm, measured.get(other)) for other in ("torchrec", "torchrec/lightning")]
+        cells = [
+            *(f"{ranks:,}", str(tables), name, f"{statistics.median(arm['step_ms']):.2f}", *sum(of_others, ())),
+            *(f"{arm['num_collectives']:.0f}", f"{arm['num_bytes'] / 1024:.0f}"),
+            f"{statistics.median(arm['first_ms']):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _ratio(arm: dict[str, Any], reference: dict[str, Any] | None) -> tuple[str, str]:
+    """Return how long an arm's step takes as a multiple of another's, and the smallest and largest of a round."""
+    if reference is None:
+        return "", ""
+    by_round = [one / other for one, other in zip(arm["step_ms"], reference["step_ms"], strict=True)]
+    ratio = statistics.median(arm["step_ms"]) / statistics.median(reference["step_ms"])
+    return f"{ratio:.2f}", f"{min(by_round):.2f} to {max(by_round):.2f}"
 
 
 # -- ranks that are made up ------------------------------------------------------------------------------------------
@@ -119,12 +145,12 @@ class Counts:
 
     def __init__(self) -> None:
         self.num: Counter[str] = Counter()  # by name
-        self.num_bytes = 0  # that this rank sends to others
+        self.num_bytes = 0.0  # that this rank sends to others
         self.seconds = 0.0
         self.store: Any = None  # torch does not keep the Python object
 
 
-def _make_ranks(num_ranks: int) -> Counts:
+def make_ranks(num_ranks: int) -> Counts:
     """Make this process rank 0 of so many, of which each does what it does; return what is counted."""
     import torch
     import torch.distributed as dist
@@ -171,8 +197,10 @@ def _make_ranks(num_ranks: int) -> Counts:
         def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
             size = self.size()
-            if name in ("allreduce", "broadcast"):
-                counts.num_bytes += sum(one.nbytes for one in args[0]) * (2 * (size - 1) // size or 1)
+            if name == "allreduce":  # of a ring
+                counts.num_bytes += sum(one.nbytes for one in args[0]) * 2 * (size - 1) / size
+            elif name == "broadcast":  # of a tree: rank 0 is not the only one that sends
+                counts.num_bytes += sum(one.nbytes for one in args[0])
             elif name in ("allgather", "_allgather_base"):
                 mine = args[1][0] if name == "allgather" else args[1]
                 counts.num_bytes += (mine[0] if isinstance(mine, list) else mine).nbytes * (size - 1)
@@ -238,12 +266,10 @@ def _be_rank_zero(options: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(options.limit_gb * 2**30), -1))
     import torch
 
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx", "lightning_overlap"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    be_quiet()
     torch.set_num_threads(1)
     [ranks], [tables] = options.ranks, options.tables
-    counts = _make_ranks(ranks)
+    counts = make_ranks(ranks)
     arms = Arms(options, ranks, tables, counts)
     if options.profile:
         profiler = cProfile.Profile(time.thread_time)
@@ -262,20 +288,29 @@ def _be_rank_zero(options: argparse.Namespace) -> None:
     print(json.dumps(measured))
 
 
+def be_quiet() -> None:
+    """Show no warnings."""
+    warnings.simplefilter("ignore")
+    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx", "lightning_overlap"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+
+
 class Arms:
     """Trains the same model with each arm."""
 
-    def __init__(self, options: argparse.Namespace, ranks: int, tables: int, counts: Counts) -> None:
+    def __init__(
+        self, options: argparse.Namespace, ranks: int, tables: int, counts: Counts, num_steps: int | None = None
+    ) -> None:
         import torch
 
         self._options, self._ranks, self._counts = options, ranks, counts
         self._names = [f"table_{number}" for number in range(tables)]
-        self._num_steps = WARM_UP + options.steps + TAIL
+        self._num_steps = num_steps or WARM_UP + options.steps + TAIL
         generator = torch.Generator().manual_seed(1)
         num = tables * options.batch_size
-        self._ids = torch.randint(0, ROWS, (num * BAG,), generator=generator)
+        self._ids = torch.randint(0, rows_of(ranks), (num * BAG,), generator=generator)
         self._lengths = torch.full((num,), BAG)
-        self._times: list[tuple[float, int, int]] = []  # at the beginning of each step
+        self._times: list[tuple[float, int, float]] = []  # at the beginning of each step
 
     def _batch(self) -> Any:
         import torch
@@ -298,10 +333,10 @@ class Arms:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         class Network(nn.Module):
-            def __init__(self, names: list[str]) -> None:
+            def __init__(self, names: list[str], num_rows: int) -> None:
                 super().__init__()
                 tables = [
-                    EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=ROWS, embedding_dim=DIM)
+                    EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=num_rows, embedding_dim=DIM)
                     for name in names
                 ]
                 self.ebc = EmbeddingBagCollection(tables)
@@ -312,7 +347,7 @@ class Arms:
                 return loss, loss.detach()
 
         torch.manual_seed(1)
-        return Network(self._names)
+        return Network(self._names, rows_of(self._ranks))
 
     def _plan(self, bags: Any, path: str) -> Any:
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -331,23 +366,100 @@ class Arms:
         return ShardingPlan({path: construct_module_sharding_plan(bags, kinds, sharder, local, self._ranks, "cpu")})
 
     def run(self, name: str, profiler: cProfile.Profile | None = None) -> dict[str, float]:
-        """Train with an arm; return milliseconds of its median step and of its first, and what it sends in a step."""
+        """Train with an arm; return milliseconds of a step and of its first, and what it sends in a step."""
         self._times = []
         with _profiled(profiler, self):
-            (self._run_torchrec if name == "torchrec" else self._run_ours)(name)
+            self.run_once(name)
         steps = [
             [later - earlier for earlier, later in zip(one, other, strict=True)]
             for one, other in zip(self._times, self._times[1:], strict=False)
         ]
         counted = steps[WARM_UP : WARM_UP + self._options.steps]
-        seconds, num_collectives, num_bytes = map(statistics.median, zip(*counted, strict=True))
+        times, *sent = zip(*counted, strict=True)
+        num_collectives, num_bytes = map(statistics.median, sent)
         first_ms = steps[0][0] * 1e3
         return {
-            **{"step_ms": seconds * 1e3, "first_ms": first_ms},
+            **{"step_ms": statistics.quantiles(times, n=10)[0] * 1e3, "first_ms": first_ms},
             **{"num_collectives": num_collectives, "num_bytes": num_bytes},
         }
 
+    def run_once(self, name: str) -> None:
+        """Train with an arm."""
+        others = {"torchrec": self._run_torchrec, "torchrec/lightning": self._run_under_lightning}
+        others.get(name, self._run_ours)(name)
+
     def _run_torchrec(self, name: str) -> None:
+        network = self._network()
+        pipeline = self._pipeline(network, self._dense_optimizer(network))
+        batches = iter([self._batch() for _ in range(self._num_steps)])
+        for _ in range(self._num_steps):
+            self._note()
+            pipeline.progress(batches)
+        self._note()
+
+    def _run_under_lightning(self, name: str) -> None:
+        from lightning.pytorch import LightningModule
+        from lightning.pytorch.strategies import DDPStrategy
+
+        arms, network = self, self._network()
+
+        class Module(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+                self.network = network
+                self.batches: Iterator[Any] | None = None
+
+            def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:
+                arms._note()
+                if self.batches is None:
+                    self.batches = (batch for batch, _, _ in dataloader_iter)
+                    self.pipeline = arms._pipeline(self.network, self.optimizers())  # which counts the steps
+                loss: torch.Tensor = self.pipeline.progress(self.batches)
+                return loss
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return arms._dense_optimizer(self.network)
+
+        class WithoutDDP(DDPStrategy):
+            def configure_ddp(self) -> None:
+                """Leave the dense part's DDP to DistributedModelParallel."""
+
+        self._fit(Module(), WithoutDDP())
+
+    def _run_ours(self, name: str) -> None:
+        import torch
+        from lightning.pytorch import LightningModule
+
+        from lightning_overlap import OverlapEmbeddingStrategy
+
+        arms, network = self, self._network()
+
+        class Module(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.network = network
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                arms._note()
+                loss: torch.Tensor = self.network(batch)[0]
+                return loss
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return arms._dense_optimizer(self.network)
+
+        strategy = OverlapEmbeddingStrategy(
+            name, sharding=self._plan(network.ebc, "network.ebc"), fused_optimizer=(torch.optim.SGD, {"lr": 0.1})
+        )
+        self._fit(Module(), strategy)
+
+    def _dense_optimizer(self, network: Any) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.SGD(network.dense.parameters(), 0.1)
+
+    def _pipeline(self, network: Any, optimizer: Any) -> Any:
+        """Return TorchRec's pipeline of the network, which it shards."""
         import torch
         import torch.distributed as dist
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -356,7 +468,6 @@ class Arms:
         from torchrec.distributed.types import ShardingEnv
         from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-        network = self._network()
         apply_optimizer_in_backward(torch.optim.SGD, network.ebc.parameters(), {"lr": 0.1})
         env = ShardingEnv.from_process_group(dist.group.WORLD)
         model = DistributedModelParallel(
@@ -366,39 +477,12 @@ class Arms:
             plan=self._plan(network.ebc, "ebc"),
             sharders=[EmbeddingBagCollectionSharder()],
         )
-        optimizer = torch.optim.SGD(network.dense.parameters(), 0.1)
-        pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
-        batches = iter([self._batch() for _ in range(self._num_steps)])
-        for _ in range(self._num_steps):
-            self._note()
-            pipeline.progress(batches)
-        self._note()
+        return TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
 
-    def _run_ours(self, name: str) -> None:
-        import torch
-        from lightning.pytorch import LightningModule, Trainer
+    def _fit(self, module: Any, strategy: Any) -> None:
+        from lightning.pytorch import Trainer
         from torch.utils.data import DataLoader
 
-        from lightning_overlap import OverlapEmbeddingStrategy
-
-        note, network = self._note, self._network()
-
-        class Module(LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.network = network
-
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                note()
-                loss: torch.Tensor = self.network(batch)[0]
-                return loss
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.SGD(self.network.dense.parameters(), 0.1)
-
-        strategy = OverlapEmbeddingStrategy(
-            name, sharding=self._plan(network.ebc, "network.ebc"), fused_optimizer=(torch.optim.SGD, {"lr": 0.1})
-        )
         local = min(RANKS_PER_HOST, self._ranks)
         trainer = Trainer(
             accelerator="cpu",
@@ -414,8 +498,8 @@ class Arms:
         )
         batches: Any = [self._batch() for _ in range(self._num_steps)]
         with mock.patch.object(sys, "stdout", sys.stderr):
-            trainer.fit(Module(), DataLoader(batches, batch_size=None))
-        note()
+            trainer.fit(module, DataLoader(batches, batch_size=None))
+        self._note()
 
 
 @contextmanager

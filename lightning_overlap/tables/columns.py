@@ -33,7 +33,7 @@ class ColumnOrder:
 
     def fits(self, columns: KeyedTensor) -> bool:
         """Whether it is the order for these columns."""
-        return columns.keys() == self.former_keys and columns.values().device == self.places.device
+        return bool(columns.keys() == self.former_keys and columns.values().device == self.places.device)
 
 
 class _MovedRuns(torch.autograd.Function):
@@ -42,10 +42,11 @@ class _MovedRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, dim: int, run: int, places: Tensor, former_places: Tensor) -> Tensor:
         ctx.order = dim, run, former_places, places
-        return values.unflatten(dim, (-1, run)).index_select(dim, places).flatten(dim, dim + 1)
+        moved: Tensor = values.unflatten(dim, (-1, run)).index_select(dim, places)
+        return moved.flatten(dim, dim + 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _MovedRuns.apply(gradient, *ctx.order), None, None, None, None  # type: ignore[no-untyped-call]
 
 
