@@ -1,6 +1,7 @@
 """Write the tables of an incremental checkpoint as a whole one has them, from its files, while training goes on."""
 
 import io
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,6 +17,10 @@ from .safe_metadata import SafeReader
 from .table_state import Piece
 
 
+class StoppedError(Exception):
+    """The merge is stopped: nobody would use its result, or somebody cannot wait for it."""
+
+
 class MergedRows(DefaultSavePlanner):
     """Gives each shard as a checkpoint has it: as its base has it, with the changed rows, in the order of their saves.
 
@@ -25,19 +30,23 @@ class MergedRows(DefaultSavePlanner):
     Args:
         place: The incremental checkpoint, whose base has the same shards.
         state: What this rank saves.
+        stop: Once it is set, the next shard is not written, and saving raises a StoppedError.
 
     Raises:
         DamagedError: A file is not as it was saved, or not there.
     """
 
-    def __init__(self, place: Place, state: Mapping[str, Mapping[str, Piece]]) -> None:
+    def __init__(self, place: Place, state: Mapping[str, Mapping[str, Piece]], stop: threading.Event) -> None:
         super().__init__()
+        self._stop = stop
         base = SafeReader(base_of(place))
         self._place, self._places = place, base.read_metadata().storage_data
         assert base.checksums is not None  # an increment has them
         self._base = base.checksums
         self._rows: dict[tuple[str, str], list[RowsEntry]] = {}
         for entry in read_rows(place, state):
+            if stop.is_set():  # then these rows are written nowhere
+                break
             self._rows.setdefault((entry["part"], entry["name"]), []).append(entry)
 
     @override
@@ -46,6 +55,8 @@ class MergedRows(DefaultSavePlanner):
         assert isinstance(live, Tensor)
         if not live.numel():
             return live
+        if self._stop.is_set():
+            raise StoppedError
         part, name = map(str, self.mappings[write_item.index.fqn])
         shard = self._of_base(write_item, live)
         starts: Sequence[int] = write_item.index.offset or [0] * live.dim()

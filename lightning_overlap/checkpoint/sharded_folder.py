@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_che
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
 from .managed_collision_state import collision_state, pieces_for
-from .merged_rows import MergedRows
+from .merged_rows import MergedRows, StoppedError
 from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
     CHECKSUMS_NAME,
@@ -145,7 +146,8 @@ class FolderSaver:
         # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
-        self._merge: Callable[[], None] | None = None  # to be begun
+        self._merge: Callable[[threading.Event], None] | None = None  # to be begun
+        self._stop_merging = threading.Event()
         self._merging: Future[None] | None = None
 
     def save(
@@ -205,7 +207,8 @@ class FolderSaver:
         if self._merge is not None:
             merge, self._merge = self._merge, None
             save = self._under_way[0] if self._under_way else None
-            self._merging = self._submit(lambda: None if save is not None and save.exception() else merge())
+            stop = self._stop_merging = threading.Event()
+            self._merging = self._submit(lambda: None if save is not None and save.exception() else merge(stop))
 
     def forget_merge(self) -> None:
         """Do not begin what would come with the next `merge`."""
@@ -219,9 +222,14 @@ class FolderSaver:
         save = self._under_way[0]
         self._under_way.append(self._executor.submit(lambda: None if save.exception() else action()))
 
-    def wait(self) -> None:
-        """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed."""
+    def wait(self, *, stops_merge: bool = False) -> None:
+        """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed.
+
+        Waits for a merge, too. With `stops_merge` the merge ends after the shard that is being written, and is lost.
+        """
         under_way, self._under_way = self._under_way, []
+        if stops_merge:
+            self._stop_merging.set()
         if self._merging is not None:
             futures.wait([self._merging])
             self._merging = None
@@ -314,10 +322,16 @@ def _write(
         increments.end_save()
 
 
-def _merge(place: Place, group: Group, increments: Increments, pieces: Sequence[tuple[str, str, Piece]]) -> None:
+def _merge(
+    place: Place,
+    group: Group,
+    increments: Increments,
+    pieces: Sequence[tuple[str, str, Piece]],
+    stop: threading.Event,
+) -> None:
     """Merge an incremental checkpoint's rows with its base, to the base of the next one; it stays as it is.
 
-    A warning if that is not possible: then the next checkpoint is whole.
+    A warning if that is not possible: then the next checkpoint is whole. If any rank's `stop` is set, all is as before.
     """
     target, state = place.merged, cast(State, {})
     for part, name, piece in pieces:
@@ -334,18 +348,22 @@ def _merge(place: Place, group: Group, increments: Increments, pieces: Sequence[
     if not is_due:
         return
     try:
-        rows = together(partial(MergedRows, place, state), group)
+        rows = together(partial(MergedRows, place, state, stop), group)
         on_rank_zero(partial(target.begin, name), group)
         files, writer = _writer_of(target, name)
         save(state, storage_writer=writer, planner=rows, process_group=group, no_dist=group is None)
         written = gather_objects(files.written, group)
         on_rank_zero(finish, group)
     except (CheckpointException, RuntimeError) as err:  # which every rank raises
-        warn_on_rank_zero(
-            f"could not merge the increments of {place}, so the next checkpoint is whole: {_in_words(err)}"
-        )
+        causes = [cause for cause, _ in err.failures.values()] if isinstance(err, CheckpointException) else [err]
+        is_stopped = all(isinstance(cause, StoppedError) for cause in causes)
+        if not is_stopped:
+            warn_on_rank_zero(
+                f"could not merge the increments of {place}, so the next checkpoint is whole: {_in_words(err)}"
+            )
         if is_rank_zero(group):
-            increments.merged(None)
+            if not is_stopped:
+                increments.merged(None)
             with suppress(OSError):
                 target.discard()
 

@@ -72,11 +72,11 @@ class SavesShards(HasRun):
         if self._groups is not before:
             self._folder_saver = FolderSaver(self.checkpoint_group)
 
-    def finish_save(self, error: BaseException | None = None) -> None:
+    def finish_save(self, error: BaseException | None = None, *, ends_fit: bool = False) -> None:
         """Wait for the save under way, if any, and raise its error, or note it in the error that is being handled."""
         self.settle_save()
         try:
-            self._folder_saver.wait()
+            self._folder_saver.wait(stops_merge=ends_fit or error is not None)
         except Exception as err:
             if error is None:
                 raise
@@ -90,7 +90,7 @@ class SavesShards(HasRun):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.finish_save()
+        self.finish_save(ends_fit=True)
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:
@@ -121,7 +121,8 @@ class SavesShards(HasRun):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.settle_save()
-        self._folder_saver.wait()  # its thread uses `checkpoint_group`, as everything below does
+        # Its thread uses `checkpoint_group`, as everything below does.
+        self._folder_saver.wait(stops_merge=self._saves_at_once)
         with self.saving():
             path = self.broadcast(filepath)
             self._save(checkpoint, path, self.choose_format(filepath, path), storage_options)

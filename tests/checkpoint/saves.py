@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import Increments, LocalPlace, atomic, full_file, read_folder, sharded_folder
+from lightning_overlap.checkpoint.merged_rows import MergedRows
 
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
@@ -166,15 +167,25 @@ class Merged(NamedTuple):
 
 
 def merge_increments(
-    folder: str, *, asynchronous: bool, after: int = 1, damages: bool = False
+    folder: str, *, asynchronous: bool, after: int = 1, damages: bool = False, stops: bool = False
 ) -> tuple[list[Merged], list[str]]:
-    """Save after each step, and merge the rows of so many saves; perhaps damage a base before. Return warnings too."""
+    """Save after each step, and merge the rows of so many saves; return warnings too.
+
+    Perhaps damage a base before, or let the third save come at once while rank 1 merges.
+    """
     found: list[Merged] = []
+    merges_shard = MergedRows.resolve_data
+
+    def merge_until_stopped(self: MergedRows, write_item: Any) -> Any:
+        if self._place.name.endswith("2.ckpt"):
+            self._stop.wait(60.0)
+        return merges_shard(self, write_item)
 
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             path, step = Path(folder) / f"{trainer.global_step}.ckpt", trainer.global_step
-            trainer.save_checkpoint(path)
+            with trainer.strategy.saving_at_once() if stops and step == 3 else nullcontext():
+                trainer.save_checkpoint(path)
             tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
             weights = read_folder(path, weights_only=True)["state_dict"]
             is_exact = all(torch.equal(weights[f"ebc.embedding_bags.{name}.weight"], tables[name]) for name in tables)
@@ -192,7 +203,12 @@ def merge_increments(
     options = {"checkpoint_format": "incremental", "async_checkpoint": asynchronous, "most_increments": 0}
     outgrown = property(lambda self: len({name.split("_")[1] for name in self._newest.rows}) >= after)
     is_due = mock.patch.object(Increments, "have_outgrown", outgrown) if dist.get_rank() == 0 else nullcontext()
-    with warnings.catch_warnings(record=True, action="always") as caught, is_due if after > 1 else nullcontext():
+    held = mock.patch.object(MergedRows, "resolve_data", merge_until_stopped)
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        is_due if after > 1 else nullcontext(),
+        held if stops and dist.get_rank() == 1 else nullcontext(),
+    ):
         trainer = make_trainer(make_strategy(model, replicate_tables=False, **options), callbacks=[Saves()])
         trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 5))
     return found, [str(one.message) for one in caught if "merge" in str(one.message)]

@@ -43,11 +43,12 @@ def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_
         ({"asynchronous": True, "after": 2}, [set(), {"1"}, {"1", "2"}, {"3"}, {"3", "4"}]),
         ({"asynchronous": False}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
         ({"asynchronous": True, "damages": True}, [set(), {"1"}, set(), {"2"}, {"3"}]),
+        ({"asynchronous": True, "stops": True}, [set(), {"1"}, {"1", "2"}, {"3"}, {"4"}]),
     ],
-    ids=["async", "sync", "damaged"],
+    ids=["async", "sync", "damaged", "stopped"],
 )
 def test_increments_are_merged(two_ranks: Ranks, options: dict[str, Any], rows: list[set[str]], tmp_path: Path) -> None:
-    """The next one then has the rows since; if the base is damaged, the next one is whole, and training goes on."""
+    """The next one then has the rows since. If the base is damaged, it is whole. One that cannot wait stops a merge."""
     merge = partial(saves.merge_increments, **options)
     (first, said), (second, said_by_other) = two_ranks.run(merge, str(tmp_path))
     assert [one.saves_of_rows for one in first] == rows
