@@ -1,4 +1,4 @@
-"""What every test gets: seeds, environment, SIGTERM put back, no process group left behind, the modes one by one."""
+"""What every test gets: seeds, environment, handlers put back, no process group left behind, the modes one by one."""
 
 import gc
 import os
@@ -36,9 +36,10 @@ def _leave_nothing_behind() -> Iterator[None]:
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = dict(os.environ)
     os.environ["MASTER_PORT"] = str(free_port())  # a port that Lightning chooses may be taken before it is used
-    sigterm = signal.getsignal(signal.SIGTERM)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
-    signal.signal(signal.SIGTERM, sigterm)  # Lightning leaves its handler if its teardown fails
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)  # Lightning leaves its handlers if its teardown fails
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

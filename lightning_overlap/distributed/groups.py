@@ -36,7 +36,7 @@ _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, bool, int], Groups] =
 def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False) -> Groups:
     """Return the groups of this process, which its runs share; every rank calls this after a barrier.
 
-    With `balances` there is one for samples.
+    With `balances` there is one for samples. Raises a ValueError on all ranks if only some pass it.
 
     After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
     once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
@@ -47,12 +47,19 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
+    found: list[tuple[int, bool]] = [(0, False)] * dist.get_world_size()
+    dist.all_gather_object(found, (store.add(FAILED, 0), balances))
+    by_balances = {one: rank for rank, (_, one) in enumerate(found)}
+    if len(by_balances) > 1:
+        raise ValueError(
+            f"rank {by_balances[True]} has the option balance= and rank {by_balances[False]} has not: ranks exchange "
+            "samples. Give every rank the same options."
+        )
     # Rank 0's reading counts: if a rank joins first and fails at once, a slower rank would wait for new groups alone.
-    num_failures = [store.add(FAILED, 0)]
-    dist.broadcast_object_list(num_failures, src=0)
-    key = (world, backend, timeout, multi_node, balances, num_failures[0])
+    num_failures, _ = found[0]
+    key = (world, backend, timeout, multi_node, balances, num_failures)
     if key not in _made:
-        for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
+        for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures)]:
             del _made[other]
         on_host = gloo_alltoall.register() if multi_node else "gloo"
         of_tables = on_host if backend == "gloo" else backend

@@ -35,6 +35,13 @@ class ColumnOrder:
         """Whether it is the order for these columns."""
         return bool(columns.keys() == self.former_keys and columns.values().device == self.places.device)
 
+    def put(self, values: Tensor, dim: int) -> Tensor:
+        """Return values, `(.., columns, ..)` with the columns in this dimension, in the order."""
+        moved: Tensor = _MovedRuns.apply(  # type: ignore[no-untyped-call]
+            values, dim, self.run, self.places, self.former_places
+        )
+        return moved
+
 
 class _MovedRuns(torch.autograd.Function):
     """Runs of columns in another order, `(.., columns, ..)`; by autograd of `split` and `cat` each run has a node."""
@@ -56,18 +63,17 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     def __init__(self, in_plan_order: KeyedTensor, order: ColumnOrder) -> None:
         # The base class's methods use its own values only for their device and memory, not for their order.
         super().__init__(order.keys, order.dims, in_plan_order.values(), in_plan_order.key_dim())
-        self._in_plan_order, self._order = in_plan_order, order
+        self._in_plan_order, self._numbers = in_plan_order, order.numbers
+        self._put = order.put  # not the order, whose tensors stay, so that nobody records streams for them
         self._in_order: Tensor | None = None
 
     @override
     def values(self) -> Tensor:
         if self._in_order is None:
             # The caller may first read the values under no_grad, and train on them afterwards.
-            values, order = self._in_plan_order.values(), self._order
+            values = self._in_plan_order.values()
             with torch.inference_mode(values.is_inference()), torch.set_grad_enabled(values.requires_grad):
-                self._in_order = _MovedRuns.apply(  # type: ignore[no-untyped-call]
-                    values, self.key_dim(), order.run, order.places, order.former_places
-                )
+                self._in_order = self._put(values, self.key_dim())
         return self._in_order
 
     def __getitem__(self, key: str) -> Tensor:
@@ -77,7 +83,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     def to_dict(self) -> dict[str, Tensor]:
         plan = self._in_plan_order
         columns = plan.values().split(plan.length_per_key(), dim=plan.key_dim())
-        return {key: columns[number] for key, number in zip(self._order.keys, self._order.numbers, strict=True)}
+        return {key: columns[number] for key, number in zip(self.keys(), self._numbers, strict=True)}
 
     @override
     def record_stream(self, stream: torch.cuda.streams.Stream) -> None:

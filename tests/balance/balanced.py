@@ -233,6 +233,17 @@ def terminate(rank: int) -> tuple[int, float, list[str]]:
     return len(model.losses), seconds, [thread.name for thread in balancing if thread.is_alive()]
 
 
+def balance_on_one_rank() -> str:
+    """Fit with the option on rank 1 alone; return the error of this rank."""
+    balance = Balance(num_ids) if dist.get_rank() == 1 else None
+    model = Model(TABLE_WISE)
+    try:
+        make_trainer(make_strategy(model, balance=balance)).fit(model, datamodule=Batches(TABLE_WISE, 2))
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
 def exchange_many(seed: int, num: int) -> list[Any]:
     """Exchange drawn batches; return for each what its samples were before and after on this rank, or its error."""
     group = dist.new_group(backend="gloo")

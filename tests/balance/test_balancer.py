@@ -183,6 +183,11 @@ def test_a_rank_that_fails_alone_is_waited_for_as_long_as_the_timeout_says(get_r
     assert first[1] < 40
 
 
+def test_a_rank_without_the_option_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(balanced.balance_on_one_rank):
+        assert said.startswith("rank 1 has the option balance= and rank 0 has not")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_in_an_exchange_ends_all_ranks_after_the_same_step(two_ranks: Ranks, rank: int) -> None:
     (steps, seconds, alive), (others, its_seconds, its_alive) = two_ranks.run(balanced.terminate, rank)
