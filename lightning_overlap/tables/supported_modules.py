@@ -74,10 +74,11 @@ def configs_of(tables: Any) -> list[Any]:
 def is_frozen(module: Any) -> bool:
     """Return whether this package has sharded a collection's tables and all of them are frozen (requires_grad=False).
 
-    Not of modules with feature processors or managed collisions, whose lookups train or write something else.
+    Not of modules with feature processors or managed collisions, whose lookups train or write something else, nor of
+    FusedEmbeddingBagCollection and others that train their tables whatever `requires_grad` says.
     """
     frozen = getattr(module, "frozen_tables", ())
-    return isinstance(module, TABLE_TYPES) and {config.name for config in configs_of(module)} <= set(frozen)
+    return type(module) in TABLE_TYPES and {config.name for config in configs_of(module)} <= set(frozen)
 
 
 def holds_sequences(module: Any) -> bool:
