@@ -67,7 +67,7 @@ def train(folder: Path, steps: int, save_every: int, **launched: Any) -> str:
         **launched,
     )
     trainer.fit(model, datamodule=data, ckpt_path=newest_checkpoint(folder))
-    if not trainer.is_global_zero or "train_loss" not in trainer.callback_metrics:  # no step if it was complete before
+    if not trainer.is_global_zero or "train_loss" not in trainer.callback_metrics:
         return ""
     return f"step {trainer.global_step}: loss {trainer.callback_metrics['train_loss']:.9f}"
 
