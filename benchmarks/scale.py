@@ -8,7 +8,8 @@ The other ranks are made up: each of them does what rank 0 does, with the same b
 it sends to itself, once from each rank. Times are CPU time of the training thread, without the time in collectives:
 whoever waits, or copies, is not counted. `torchrec` is TrainPipelineSparseDist in a bare loop, whose plan the other
 arms have too; these are whole steps under Lightning's Trainer. `torchrec/lightning` is that pipeline there: a manual
-`training_step(self, dataloader_iter)` calls `progress`. Each size has a process of its own, with a limit on its time
+`training_step(self, dataloader_iter)` calls `progress`. `lightning` has no pipeline: DistributedModelParallel in an
+automatic `training_step`, as users of the modes write it. Each size has a process of its own, with a limit on its time
 and memory. The arms take turns. A time is the tenth percentile of a round's steps, since other work on the host
 lengthens the CPU time of a thread; ratios are of medians over rounds.
 """
@@ -36,11 +37,13 @@ from unittest import mock
 if TYPE_CHECKING:
     import torch
 
-ARMS = ("torchrec", "torchrec/lightning", "base", "fused_sparse_dist", "split_backward")
+REFERENCES = ("torchrec", "torchrec/lightning", "lightning")
+ARMS = (*REFERENCES, "base", "fused_sparse_dist", "split_backward")
 WARM_UP, TAIL = 6, 10  # steps that are not counted: the first, and those near the end, whose batches are all polled
 ROWS, DIM, BAG = 100, 8, 2
 COLUMNS = (
-    *("ranks", "tables", "arm", "ms a step", "of torchrec", "by round", "of torchrec/lightning", "by round"),
+    *("ranks", "tables", "arm", "ms a step"),
+    *(column for reference in REFERENCES for column in (f"of {reference}", "by round")),
     *("collectives", "KiB sent", "first step, ms"),
 )
 RANKS_PER_HOST = 8
@@ -52,9 +55,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 256, 1024])
     parser.add_argument("--tables", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--sharding", choices=("table_wise", "row_wise"), default="table_wise")
-    parser.add_argument(
-        "--arms", nargs="+", default=list(ARMS), help="torchrec, torchrec/lightning, and names of modes"
-    )
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help=f"{', '.join(REFERENCES)}, and names of modes")
     parser.add_argument("--batch-size", type=int, default=8, help="samples of a rank")
     parser.add_argument("--steps", type=int, default=30, help="steps per arm and round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the arms take turns in each")
@@ -118,7 +119,7 @@ def _lines(ranks: int, tables: int, measured: dict[str, Any] | str) -> list[str]
         return [f"| {ranks:,} | {tables} | {measured} |" + " |" * (len(COLUMNS) - 3)]
     lines = []
     for name, arm in measured.items():
-        of_others = [_ratio(arm, measured.get(other)) for other in ("torchrec", "torchrec/lightning")]
+        of_others = [_ratio(arm, measured.get(other)) for other in REFERENCES]
         cells = [
             *(f"{ranks:,}", str(tables), name, f"{statistics.median(arm['step_ms']):.2f}", *sum(of_others, ())),
             *(f"{arm['num_collectives']:.0f}", f"{arm['num_bytes'] / 1024:.0f}"),
@@ -385,7 +386,7 @@ class Arms:
 
     def run_once(self, name: str) -> None:
         """Train with an arm."""
-        others = {"torchrec": self._run_torchrec, "torchrec/lightning": self._run_under_lightning}
+        others = dict(zip(REFERENCES, (self._run_torchrec, self._run_pipeline, self._run_lightning), strict=True))
         others.get(name, self._run_ours)(name)
 
     def _run_torchrec(self, name: str) -> None:
@@ -397,9 +398,8 @@ class Arms:
             pipeline.progress(batches)
         self._note()
 
-    def _run_under_lightning(self, name: str) -> None:
+    def _run_pipeline(self, name: str) -> None:
         from lightning.pytorch import LightningModule
-        from lightning.pytorch.strategies import DDPStrategy
 
         arms, network = self, self._network()
 
@@ -421,11 +421,30 @@ class Arms:
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return arms._dense_optimizer(self.network)
 
-        class WithoutDDP(DDPStrategy):
-            def configure_ddp(self) -> None:
-                """Leave the dense part's DDP to DistributedModelParallel."""
+        self._fit(Module(), _without_ddp())
 
-        self._fit(Module(), WithoutDDP())
+    def _run_lightning(self, name: str) -> None:
+        from lightning.pytorch import LightningModule
+
+        arms, network = self, self._network()
+
+        class Module(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.network = network
+                self.sharded: Any = None
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                arms._note()
+                if self.sharded is None:
+                    self.sharded = arms._sharded(self.network)
+                loss: torch.Tensor = self.sharded(batch)[0]
+                return loss
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return arms._dense_optimizer(self.network)
+
+        self._fit(Module(), _without_ddp())
 
     def _run_ours(self, name: str) -> None:
         import torch
@@ -461,23 +480,28 @@ class Arms:
     def _pipeline(self, network: Any, optimizer: Any) -> Any:
         """Return TorchRec's pipeline of the network, which it shards."""
         import torch
+        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+        return TrainPipelineSparseDist(self._sharded(network), optimizer, torch.device("cpu"))
+
+    def _sharded(self, network: Any) -> Any:
+        """Return the network in TorchRec's DistributedModelParallel."""
+        import torch
         import torch.distributed as dist
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.model_parallel import DistributedModelParallel
-        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
         from torchrec.distributed.types import ShardingEnv
         from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
         apply_optimizer_in_backward(torch.optim.SGD, network.ebc.parameters(), {"lr": 0.1})
         env = ShardingEnv.from_process_group(dist.group.WORLD)
-        model = DistributedModelParallel(
+        return DistributedModelParallel(
             network,
             env,
             device=torch.device("cpu"),
             plan=self._plan(network.ebc, "ebc"),
             sharders=[EmbeddingBagCollectionSharder()],
         )
-        return TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
 
     def _fit(self, module: Any, strategy: Any) -> None:
         from lightning.pytorch import Trainer
@@ -500,6 +524,17 @@ class Arms:
         with mock.patch.object(sys, "stdout", sys.stderr):
             trainer.fit(module, DataLoader(batches, batch_size=None))
         self._note()
+
+
+def _without_ddp() -> Any:
+    """Return Lightning's DDPStrategy, which leaves the dense part's DDP to DistributedModelParallel."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class WithoutDDP(DDPStrategy):
+        def configure_ddp(self) -> None:
+            """Wrap nothing."""
+
+    return WithoutDDP()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 # Open MPI starts a process for each rank, and ends all if one fails. Then this starts them again, ten times at most.
 # SIGTERM or Ctrl-C ends it.
 
+: "${HOSTS:?name the hosts and their ranks, as HOSTS=host0:8,host1:8}"
 export MASTER_ADDR="${HOSTS%%[:,]*}" MASTER_PORT=29500
 trap 'kill -TERM $job; wait $job; exit 143' TERM INT
 for _ in {0..10}; do

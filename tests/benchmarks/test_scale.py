@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def collectives(num_ranks: int) -> dict[str, int]:
     """Return how many collectives a step has by arm."""
-    arms = ["torchrec", "torchrec/lightning", "fused_sparse_dist"]
+    arms = ["torchrec", "torchrec/lightning", "lightning", "fused_sparse_dist"]
     sizes = ["--ranks", str(num_ranks), "--tables", "4", "--rounds", "1", "--steps", "3", "--arms", *arms]
     ran = subprocess.run(
         [sys.executable, str(BENCHMARKS / "scale.py"), *sizes],
@@ -24,7 +24,8 @@ def collectives(num_ranks: int) -> dict[str, int]:
     assert ran.returncode == 0, ran.stderr
     rows = [[cell.strip() for cell in line.split("|")] for line in ran.stdout.splitlines() if line.startswith("| ")]
     assert [row[3] for row in rows[1:]] == arms
-    return {row[3]: int(row[9]) for row in rows[1:]}
+    column = rows[0].index("collectives")
+    return {row[3]: int(row[column]) for row in rows[1:]}
 
 
 @pytest.mark.slow

@@ -18,9 +18,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint.table_state import on_host
+from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.tables.sharded_module import tbes
 from lightning_overlap.tables.supported_modules import sharded_modules
 
+from ..plugin.strategies import logged
 from ..support import modules
 from ..support.cases import TABLE_WISE, Batches, Case, Model, TableSpec, make_plan
 from ..support.fits import make_strategy, make_trainer
@@ -309,11 +311,13 @@ def train_with_savers(folder: str, save_last: Any, **options: Any) -> dict[str, 
     there = sorted(entry.relative_to(folder).as_posix() for entry in Path(folder).glob("*/*"))
     again = zeroed(Model(case))
     second = trainer(4, ModelCheckpoint(f"{folder}/steps", save_last=save_last))
-    second.fit(again, datamodule=Batches(case, EPOCH), ckpt_path="last")
+    with logged(LOGGER) as words:
+        second.fit(again, datamodule=Batches(case, EPOCH), ckpt_path="last")
+    said = [text for text in words if "continues" in text]
     best = Path(epochs.best_model_path).name
     model.losses.clear()
     first.validate(model, datamodule=EvaluatedBatches(case, 2), ckpt_path="best")
-    return {"there": there, "steps": second.global_step, "trained": len(again.losses), "best": best}
+    return {"there": there, "steps": second.global_step, "trained": len(again.losses), "best": best, "said": said}
 
 
 class Keyed(Model):

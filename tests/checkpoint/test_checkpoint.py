@@ -274,6 +274,8 @@ def test_model_checkpoint(two_ranks: Ranks, how: str, save_last: Any, tmp_path: 
     assert reports[0]["there"] == [f"{name}.ckpt" for name in kept]
     for report in reports:
         assert (report["best"], report["steps"], report["trained"]) == ("epoch=2.ckpt", 4 * EPOCH, 4 * EPOCH - 16)
+    said = "lightning_overlap: training continues after step 16"
+    assert [report["said"] for report in reports] == [[said], *[[] for _ in reports[1:]]]
 
 
 @pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED], ids=lambda case: case.name)

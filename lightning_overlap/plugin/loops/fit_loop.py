@@ -19,6 +19,7 @@ from ...compat.lightning import (
     tell_sampler_epoch,
 )
 from ...distributed import warn_on_rank_zero
+from .. import first_words
 from . import preemption, sigterm
 from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
@@ -142,6 +143,8 @@ class _FitLoopMixin(FitLoop):
 
     @override
     def reset(self) -> None:
+        if self.resume.loaded and self.trainer.is_global_zero:
+            first_words.tell(f"lightning_overlap: training continues after step {self.trainer.global_step}")
         self.resume.begin()
         super().reset()
 
