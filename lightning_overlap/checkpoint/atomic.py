@@ -101,9 +101,8 @@ def discard_with_leftovers(path: Path) -> None:
     """Remove a checkpoint and the leftovers of interrupted saves."""
     discard(path)
     discard(being_replaced(path))
-    for what in ("unfinished", "removed", "merged"):
+    for what in ("unfinished", "removed"):
         remove(sibling(path, what))
-    remove(sibling(sibling(path, "merged"), "unfinished"))
 
 
 def remove(path: Path) -> None:

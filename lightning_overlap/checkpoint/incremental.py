@@ -69,7 +69,7 @@ class _Newest(NamedTuple):
     rows: dict[str, RowsFile]  # its files of rows
     base_save: str  # identity of the save of its base, or of its own
     base_bytes: int
-    merged: Checksums | None = None  # base and rows in one: the base of the next increment
+    merged: "_Merged | None" = None  # base and rows in one: the base of the next increment
 
     @property
     def is_whole(self) -> bool:
@@ -77,12 +77,21 @@ class _Newest(NamedTuple):
         return self.base_save == self.checksums.save
 
 
+class _Merged(NamedTuple):
+    """What rows were merged to. Only rank 0 knows it."""
+
+    checksums: Checksums
+    identity: Any  # while its place has this one, it is as it was written
+    base_save: str  # the base of the rows
+    rows: frozenset[str]  # names of the files of rows
+
+
 class Increments:
     """The incremental checkpoints of one fit: which rows changed since the newest, and what the next may stand on.
 
     A save is whole if there is none before it, if the newest is gone or failed, or if tables were written other than by
     their backward since. If the rows since the last whole one have more than `most` times its bytes, both are merged
-    to the base of the next increment. All ranks make the same calls. Raises a ValueError for managed collision modules
+    to the base of a later increment. All ranks make the same calls. Raises a ValueError for managed collision modules
     other than `MCHManagedCollisionModule`.
     """
 
@@ -99,7 +108,9 @@ class Increments:
         self._newest: _Newest | None = None
         self._increment: Increment | None = None  # whose rows may still be copied
         self._can_link = True
-        self._used: list[CheckpointPlace] = []  # what was merged, and is in a checkpoint since
+        self._merged: _Merged | None = None  # what a thread has merged; the next save begins to use it
+        self._is_lost = False  # whether a merge has failed since the last save
+        self._used: list[CheckpointPlace] = []  # what was merged, and is in a checkpoint since, or is not needed
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
@@ -107,8 +118,7 @@ class Increments:
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self.settle()
         self._settled(False)  # if that failed
-        if self._newest is not None and self._newest.merged is not None:
-            self._used.append(self._newest.merged.place)
+        self._forget_merged()
         self._newest = None
         self.discard_used()
         self._touched.detach()
@@ -126,7 +136,10 @@ class Increments:
         """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed."""
         if not self._is_saved or self._touched.num_writes != self._num_writes:
             return False
-        return not (self._group is None or self._group.rank() == 0) or self._can_stand_on_newest(place)
+        if not (self._group is None or self._group.rank() == 0):
+            return True
+        self._use_merged()
+        return self._can_stand_on_newest(place)
 
     def begin_whole(self, model: nn.Module) -> None:
         """Note that a whole checkpoint is about to be written: the marks begin anew."""
@@ -162,7 +175,8 @@ class Increments:
                 is_near = there.stat().st_dev == newest.identity[0]
             else:  # a marker lists files beside it
                 is_near = newest.place.beside(place.name) == place
-            has_base = newest.merged is None or newest.merged.place.has(CHECKSUMS_NAME)
+            merged = newest.merged
+            has_base = merged is None or _identity(merged.checksums.place) == merged.identity
             return bool(is_near and has_base and _identity(newest.place) == newest.identity)
         except (OSError, DamagedError):
             return False
@@ -191,38 +205,60 @@ class Increments:
     def saved(self, checksums: Checksums, increment: "Increment | None") -> None:
         """Note on rank 0 a complete checkpoint: the next increment stands on it."""
         place = checksums.place
-        if self._newest is not None and self._newest.merged is not None:
-            self._used.append(self._newest.merged.place)
         if increment is None:
+            self._forget_merged()
             num_bytes = sum(file.size for file in checksums.files.values())
             self._newest = _Newest(place, _identity(place), checksums, {}, checksums.save, num_bytes)
         else:
             before = increment.newest
             assert before is not None
+            if before.merged is not None:
+                self._used.append(before.merged.checksums.place)
             self._newest = before._replace(
                 place=place, identity=_identity(place), checksums=checksums, rows=increment.rows, merged=None
             )
 
-    @property
-    def have_outgrown(self) -> bool:
-        """Whether, on rank 0, the rows since the base of the newest checkpoint are too many."""
+    def is_due(self, place: CheckpointPlace) -> bool:
+        """Return whether, on rank 0, the checkpoint at `place` is the newest, and has too many rows since its base."""
         newest = self._newest
-        num_bytes = 0 if newest is None else sum(one.file.size for one in newest.rows.values())
-        return newest is not None and num_bytes > self._most * newest.base_bytes
+        knows = self._merged is None and not self._is_lost
+        if newest is None or newest.place != place or newest.merged is not None or not knows:
+            return False
+        return sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes
 
-    def merged(self, checksums: Checksums | None) -> None:
-        """Note on rank 0 what base and rows of the newest checkpoint were merged to; None: the next one is whole."""
-        if self._newest is None or checksums is None:
+    def note_merged(self, increment: "Increment", checksums: Checksums | None) -> None:
+        """Note on rank 0, in any thread, what base and rows of a save were merged to; None: the next save is whole."""
+        if checksums is None:
+            self._is_lost = True
+        else:
+            identity = _identity(checksums.place)
+            self._merged = _Merged(checksums, identity, increment.base_save, frozenset(increment.rows))
+
+    def _use_merged(self) -> None:
+        """Let the next increment stand on what rows were merged to, if it has the rows of the newest checkpoint."""
+        merged, self._merged = self._merged, None
+        is_lost, self._is_lost = self._is_lost, False
+        newest = self._newest
+        if is_lost:
             self._newest = None
-            return
-        num_bytes = sum(file.size for file in checksums.files.values())
-        self._newest = self._newest._replace(rows={}, base_save=checksums.save, base_bytes=num_bytes, merged=checksums)
+        elif merged is not None and newest is not None and newest.base_save == merged.base_save:
+            rows = {name: one for name, one in newest.rows.items() if name not in merged.rows}
+            files = merged.checksums.files.values()
+            num_bytes, save = sum(file.size for file in files), merged.checksums.save
+            self._newest = newest._replace(rows=rows, base_save=save, base_bytes=num_bytes, merged=merged)
+        elif merged is not None:
+            self._used.append(merged.checksums.place)
+
+    def _forget_merged(self) -> None:
+        """Note that nothing will stand on what rows were merged to."""
+        in_newest = None if self._newest is None else self._newest.merged
+        self._used += [one.checksums.place for one in (in_newest, self._merged) if one is not None]
+        self._merged, self._is_lost = None, False
 
     def discard_used(self) -> None:
         """Remove on rank 0 what a checkpoint after it stands on: it has links to these files, or lists them."""
-        used, self._used = self._used, []
-        for place in used:
-            or_warn(place.discard)
+        while self._used:
+            or_warn(self._used.pop().discard)
 
     def end_save(self) -> None:
         """Note on every rank that the last save is complete."""
@@ -270,13 +306,13 @@ class Increment:
             known = newest.checksums.seen_from(place)
             self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
             if merged is not None:
-                return merged.seen_from(place)
+                return merged.checksums.seen_from(place)
             return known if newest.is_whole else known.base
         folder, unfinished = newest.place.path, place.unfinished
         base = folder if newest.is_whole else folder / BASE_FOLDER
         if merged is not None:
-            assert isinstance(merged.place, LocalPlace)
-            base = merged.place.path
+            assert isinstance(merged.checksums.place, LocalPlace)
+            base = merged.checksums.place.path
         skipped = {METADATA_NAME} if newest.is_whole else set()
         shutil.copytree(base, unfinished / BASE_FOLDER, copy_function=os.link, ignore=lambda *_: skipped)
         for name in self.rows:

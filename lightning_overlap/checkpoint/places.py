@@ -14,6 +14,8 @@ from .not_checkpoints import CHECKSUMS_NAME
 if TYPE_CHECKING:
     from .checksums import Checksums
 
+MERGED_NAME = "increments.merged"
+
 
 class Place(Protocol):
     """The place of one checkpoint, `name`, beside others; `str()` of it is shown in messages and has no secrets.
@@ -39,7 +41,10 @@ class Place(Protocol):
 
     @property
     def merged(self) -> "Place":
-        """The place, beside the checkpoint, of what its increments are merged to until the next checkpoint has it."""
+        """The place, beside the checkpoint, of what increments are merged to until a later checkpoint has it.
+
+        One for all checkpoints of a folder: the checkpoint whose increments they were may be removed meanwhile.
+        """
         ...
 
     def is_in(self, folder: str) -> bool:
@@ -135,7 +140,7 @@ class LocalPlace:
     @property
     def merged(self) -> "LocalPlace":
         """The place of what increments are merged to."""
-        return LocalPlace(atomic.sibling(self.path, "merged"))
+        return self.beside(MERGED_NAME)
 
     def is_in(self, folder: str) -> bool:
         """Return whether the checkpoint lies in this folder."""

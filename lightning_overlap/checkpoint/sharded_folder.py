@@ -1,7 +1,9 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint."""
 
 import io
+import os
 import pickle
+import shutil
 import threading
 import uuid
 import warnings
@@ -139,16 +141,20 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group, fused
 
 
 class FolderSaver:
-    """Writes checkpoint folders one at a time, optionally in a thread; `group` is only for saves."""
+    """Writes checkpoint folders one at a time, optionally in a thread, and merges increments in another.
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    `group` is only for saves, and `merges` for merges.
+    """
+
+    def __init__(self, group: Group, merges: Group = None) -> None:
+        self._group, self._group_of_merges = group, merges
         # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
+        self._merger: ThreadPoolExecutor | None = None
         self._merge: Callable[[threading.Event], None] | None = None  # to be begun
         self._stop_merging = threading.Event()
-        self._merging: Future[None] | None = None
+        self._merging: list[Future[None]] = []  # one merges, the others wait for it
 
     def save(
         self,
@@ -166,7 +172,7 @@ class FolderSaver:
         Moves sharded state out of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks
         allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
         """
-        self.wait()
+        self.wait(stops_merge=increments is not None and not follows)  # a whole one makes it useless
         self.forget_merge()
         state = take_state(checkpoint, model, self._group, increments.fused if increments and follows else None)
         increment = increments.take(state) if increments and follows else None
@@ -185,7 +191,7 @@ class FolderSaver:
         # From here on there are threads, which take the interpreter from this one.
         if increments is not None and increment is not None:
             increments.start(increment)
-            self._merge = partial(_merge, place, self._group, increments, increment.pieces)
+            self._merge = partial(_merge, place, self._group_of_merges, increments, increment)
         write = partial(_write, place, also, self._group, name, rest, snapshot, increments, increment, state)
         if not asynchronous:
             if increments is not None:
@@ -206,9 +212,16 @@ class FolderSaver:
         """
         if self._merge is not None:
             merge, self._merge = self._merge, None
-            save = self._under_way[0] if self._under_way else None
-            stop = self._stop_merging = threading.Event()
-            self._merging = self._submit(lambda: None if save is not None and save.exception() else merge(stop))
+            before, stop = [*self._under_way], self._stop_merging
+
+            def merge_after_save() -> None:
+                futures.wait(before)  # and for what comes after it, such as removals
+                if not before or not before[0].exception():
+                    merge(stop)
+
+            self._merger = self._merger or ThreadPoolExecutor(1, thread_name_prefix="merge")
+            self._merging = [one for one in self._merging if not one.done()]
+            self._merging.append(self._merger.submit(merge_after_save))
 
     def forget_merge(self) -> None:
         """Do not begin what would come with the next `merge`."""
@@ -225,17 +238,21 @@ class FolderSaver:
     def wait(self, *, stops_merge: bool = False) -> None:
         """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed.
 
-        Waits for a merge, too. With `stops_merge` the merge ends after the shard that is being written, and is lost.
+        With `stops_merge` a merge ends after the shard that is being written, and is lost.
         """
         under_way, self._under_way = self._under_way, []
         if stops_merge:
             self._stop_merging.set()
-        if self._merging is not None:
-            futures.wait([self._merging])
-            self._merging = None
+            self.wait_merged()
+            self._stop_merging = threading.Event()
         futures.wait(under_way)
         for done in under_way:
             done.result()
+
+    def wait_merged(self) -> None:
+        """Wait until increments are merged, if they are being merged."""
+        merging, self._merging = self._merging, []
+        futures.wait(merging)
 
 
 def is_rank_zero(group: Group) -> bool:
@@ -326,30 +343,40 @@ def _merge(
     place: Place,
     group: Group,
     increments: Increments,
-    pieces: Sequence[tuple[str, str, Piece]],
+    increment: Increment,
     stop: threading.Event,
 ) -> None:
-    """Merge an incremental checkpoint's rows with its base, to the base of the next one; it stays as it is.
+    """Merge an incremental checkpoint's rows with its base, to the base of a later one; it stays as it is.
 
-    A warning if that is not possible: then the next checkpoint is whole. If any rank's `stop` is set, all is as before.
+    Later ones may be saved meanwhile, and it may be removed. A warning if the merge fails: then the next checkpoint is
+    whole. If any rank's `stop` is set, all is as before.
     """
     target, state = place.merged, cast(State, {})
-    for part, name, piece in pieces:
+    for part, name, piece in increment.pieces:
         state.setdefault(part, {})[name] = piece
+
+    def begin() -> None:
+        target.begin(name)
+        if isinstance(place, LocalPlace) and isinstance(target, LocalPlace):  # files in a store stay
+            shutil.copytree(place.path, target.unfinished / _SOURCE, copy_function=os.link)
 
     def finish() -> None:
         files = {key: value for of_rank in written for key, value in of_rank.items()}
+        if isinstance(target, LocalPlace):
+            shutil.rmtree(target.unfinished / _SOURCE)
         checksums = Checksums(target, name, files)
         target.commit(checksums, None)
-        increments.merged(checksums)
+        increments.note_merged(increment, checksums)
 
     increments.discard_used()
-    [(name, is_due), *_] = gather_objects((uuid.uuid4().hex, increments.have_outgrown), group)  # rank 0 knows
-    if not is_due:
+    own = uuid.uuid4().hex, increments.is_due(place), stop.is_set()
+    [(name, is_due, _), *_] = of_ranks = gather_objects(own, group)  # rank 0 knows
+    if not is_due or any(stops for _, _, stops in of_ranks):
         return
     try:
-        rows = together(partial(MergedRows, place, state, stop), group)
-        on_rank_zero(partial(target.begin, name), group)
+        on_rank_zero(begin, group)
+        source = LocalPlace(target.unfinished / _SOURCE) if isinstance(target, LocalPlace) else place
+        rows = together(partial(MergedRows, source, state, stop), group)
         files, writer = _writer_of(target, name)
         save(state, storage_writer=writer, planner=rows, process_group=group, no_dist=group is None)
         written = gather_objects(files.written, group)
@@ -363,9 +390,12 @@ def _merge(
             )
         if is_rank_zero(group):
             if not is_stopped:
-                increments.merged(None)
+                increments.note_merged(increment, None)
             with suppress(OSError):
                 target.discard()
+
+
+_SOURCE = "from"  # in an unfinished merge: the checkpoint whose rows are merged
 
 
 def _writer_of(place: Place, save_name: str) -> tuple[HashingFiles, "_Writer"]:

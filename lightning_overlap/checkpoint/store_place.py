@@ -11,6 +11,7 @@ A checkpoint that was copied from a disk has its files beside the marker, and in
 import os
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -25,10 +26,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from typing_extensions import override
 
 from ..text import message_without_secrets, without_secrets
-from .atomic import sibling
 from .checksums import SAVE_NAME, Checksums, read_checksums
 from .not_checkpoints import CHECKSUMS_NAME, DamagedError
-from .places import LocalPlace, Place
+from .places import MERGED_NAME, LocalPlace, Place
 
 _OF_A_DISK = re.compile(r"meta\.pt|increment\.pt|\.metadata|__\d+_\d+\.distcp|rows\.json|rows_\d+_\d+\.pt")
 """What names the files of a checkpoint have, which lie in its folder itself if it was copied from a disk."""
@@ -77,6 +77,11 @@ def or_warn(action: Callable[[], None]) -> None:
         warnings.warn(f"the checkpoint is whole, but old files may be left: {err}", stacklevel=2)
 
 
+# Increments are merged in one thread, and saved in another. Who reads the markers, to remove what none of them lists,
+# has to see all of them.
+_one_change = threading.RLock()
+
+
 class StorePlace:
     """A checkpoint folder in an object store. See `Place`.
 
@@ -119,7 +124,7 @@ class StorePlace:
     @property
     def merged(self) -> "StorePlace":
         """The place of what increments are merged to."""
-        return self.beside(sibling(Path(self.name), "merged").name)
+        return self.beside(MERGED_NAME)
 
     def inside(self, name: str) -> "StorePlace":
         """Return the place of a checkpoint within this one."""
@@ -193,11 +198,12 @@ class StorePlace:
 
     def commit(self, checksums: Checksums, also: Place | None) -> None:
         """Put the marker, and then remove what it replaces; a warning if that is not possible."""
-        before = self._marked_saves()
-        if isinstance(also, StorePlace):
-            also._put_marker(checksums.seen_from(also))
-        self._put_marker(checksums)
-        or_warn(partial(self._remove_replaced, before))
+        with _one_change:
+            before = self._marked_saves()
+            if isinstance(also, StorePlace):
+                also._put_marker(checksums.seen_from(also))
+            self._put_marker(checksums)
+            or_warn(partial(self._remove_replaced, before))
 
     def _remove_replaced(self, before: set[str]) -> None:
         if self.is_file():  # a full file of this name
@@ -236,9 +242,10 @@ class StorePlace:
         checksums = read_checksums(to)
         if checksums is None:
             raise FileNotFoundError(f"{to} is no whole checkpoint")
-        before = self._marked_saves()
-        self._put_marker(checksums.seen_from(self))
-        self._remove_unused(before)
+        with _one_change:
+            before = self._marked_saves()
+            self._put_marker(checksums.seen_from(self))
+            self._remove_unused(before)
 
     def links_to(self, stems: Iterable[str]) -> list[Place]:
         """Return nothing: a marker keeps the files that it lists, so none dangles."""
@@ -250,19 +257,18 @@ class StorePlace:
         A full file of this name is removed too.
         """
         self.discard_folder()
-        if self.merged.holds_files():
-            self.merged.discard_folder()
         if self.is_file():
             self._remove_files([self._path])
         self._tell_of_changes()
 
     def discard_folder(self) -> None:
         """Do as `discard` does, without a full file of this name."""
-        before = self._marked_saves()
-        with self._errors("remove files of"), suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._path}/{CHECKSUMS_NAME}")
-        self._tell_of_changes()
-        self._remove_unused(before)
+        with _one_change:
+            before = self._marked_saves()
+            with self._errors("remove files of"), suppress(FileNotFoundError):
+                self._files.rm_file(f"{self._path}/{CHECKSUMS_NAME}")
+            self._tell_of_changes()
+            self._remove_unused(before)
         with suppress(Exception):  # only some stores have empty folders
             self._files.rmdir(self._path)
 

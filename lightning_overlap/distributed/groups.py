@@ -26,17 +26,19 @@ class Groups:
     lookahead: dist.ProcessGroup | None = None  # the input dist of coming batches
     consensus: Consensus | None = None  # messages between ranks at every step, on the host
     checkpoints: dist.ProcessGroup | None = None  # saving, on the host: apart, as it may run in a thread
+    merges: dist.ProcessGroup | None = None  # merging increments of checkpoints, in another thread than saves
     samples: dist.ProcessGroup | None = None  # balancing batches, on the host and in a thread; None unless asked for
 
 
 CONSENSUS = "consensus"  # name of its group
-_made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, bool, int], Groups] = {}
+_made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, tuple[bool, bool], int], Groups] = {}
 
 
-def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False) -> Groups:
+def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False, merges: bool = False) -> Groups:
     """Return the groups of this process, which its runs share; every rank calls this after a barrier.
 
-    With `balances` there is one for samples. Raises a ValueError on all ranks if only some pass it.
+    With `balances` there is one for samples, with `merges` one for merging increments. Raises a ValueError on all ranks
+    if only some pass it.
 
     After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
     once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
@@ -47,17 +49,19 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
-    found: list[tuple[int, bool]] = [(0, False)] * dist.get_world_size()
-    dist.all_gather_object(found, (store.add(FAILED, 0), balances))
-    by_balances = {one: rank for rank, (_, one) in enumerate(found)}
-    if len(by_balances) > 1:
-        raise ValueError(
-            f"rank {by_balances[True]} has the option balance= and rank {by_balances[False]} has not: ranks exchange "
-            "samples. Give every rank the same options."
-        )
+    wanted = balances, merges
+    found: list[tuple[int, tuple[bool, bool]]] = [(0, wanted)] * dist.get_world_size()
+    dist.all_gather_object(found, (store.add(FAILED, 0), wanted))
+    for place, option in enumerate(("balance=", "checkpoint_format='incremental'")):
+        by_rank = {of_rank[place]: rank for rank, (_, of_rank) in enumerate(found)}
+        if len(by_rank) > 1:
+            raise ValueError(
+                f"rank {by_rank[True]} has the option {option} and rank {by_rank[False]} has not, but all ranks take "
+                "part. Give every rank the same options."
+            )
     # Rank 0's reading counts: if a rank joins first and fails at once, a slower rank would wait for new groups alone.
     num_failures, _ = found[0]
-    key = (world, backend, timeout, multi_node, balances, num_failures)
+    key = (world, backend, timeout, multi_node, wanted, num_failures)
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures)]:
             del _made[other]
@@ -70,6 +74,7 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
                 checkpoints=make(backend="gloo", group_desc="checkpoints"),
                 tables=make(backend=of_tables, group_desc="tables"),
                 lookahead=make(backend=of_tables, group_desc="lookahead"),
+                merges=make(backend="gloo", group_desc="merges") if merges else None,
                 samples=make(backend=on_host, group_desc="samples") if balances else None,
             )
     return _made[key]

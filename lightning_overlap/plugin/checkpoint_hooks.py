@@ -70,7 +70,8 @@ class SavesShards(HasRun):
         before = self._groups
         super().join_groups()
         if self._groups is not before:
-            self._folder_saver = FolderSaver(self.checkpoint_group)
+            merges = None if self._groups is None else self._groups.merges
+            self._folder_saver = FolderSaver(self.checkpoint_group, merges)
 
     def finish_save(self, error: BaseException | None = None, *, ends_fit: bool = False) -> None:
         """Wait for the save under way, if any, and raise its error, or note it in the error that is being handled."""

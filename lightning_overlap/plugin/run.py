@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 
 from ..balance import Balance, Balancer
-from ..checkpoint import Increments, Piece
+from ..checkpoint import INCREMENTAL, Increments, Piece
 from ..compat.lightning import Strategy
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, SharedCalls, groups
@@ -113,6 +113,7 @@ class HasRun(Strategy):
     """Base of the strategy's other base classes: state that several of them need, and exchanges between ranks."""
 
     balance: Balance | None = None  # the strategy's option
+    checkpoint_format: str | None = None  # the strategy's option
     averages: WeightAverages | None = None  # of a callback, which sets it before this strategy's set-up
     _tuner: Tuner | None = None  # with `pipeline="auto"`: tries modes, or has chosen one
 
@@ -291,7 +292,8 @@ class HasRun(Strategy):
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
         balances, multi_node = self.balance is not None, self.world_size > self.num_processes
-        self._groups = groups.join(self._group_timeout, multi_node=multi_node, balances=balances)
+        merges = self.checkpoint_format == INCREMENTAL
+        self._groups = groups.join(self._group_timeout, multi_node=multi_node, balances=balances, merges=merges)
         self.checkpoint_group, self._consensus = self._groups.checkpoints, self._groups.consensus
 
     def gather(self, value: Any) -> list[Any]:

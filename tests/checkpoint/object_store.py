@@ -3,6 +3,7 @@
 import datetime
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,9 @@ def before_each_change(action: Callable[[str, str], None]) -> Iterator[None]:
         yield
     finally:
         _actions.remove(action)
+
+
+_one_change = threading.RLock()  # threads of a process change one after the other, and see it before their own
 
 
 def _tell(what: str, path: str) -> None:
@@ -72,11 +76,12 @@ class Objects(AbstractFileSystem):
         return sorted(unquote(name) for name in os.listdir(self.root) if not name.endswith("~"))
 
     def put_object(self, path: str, content: bytes) -> None:
-        _tell("put", path)
-        file = self._file(path)
-        half = file.with_name(f"{os.getpid()}~")
-        half.write_bytes(content)
-        half.replace(file)
+        with _one_change:
+            _tell("put", path)
+            file = self._file(path)
+            half = file.with_name(f"{os.getpid()}~")
+            half.write_bytes(content)
+            half.replace(file)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         path = self._strip_protocol(path)
@@ -123,8 +128,9 @@ class Objects(AbstractFileSystem):
         self.put_object(path2, self._file(path1).read_bytes())
 
     def _rm(self, path: str) -> None:
-        _tell("remove", path)
-        self._file(path).unlink()
+        with _one_change:
+            _tell("remove", path)
+            self._file(path).unlink()
 
     rm_file = _rm
 

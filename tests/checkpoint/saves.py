@@ -167,23 +167,38 @@ class Merged(NamedTuple):
 
 
 def merge_increments(
-    folder: str, *, asynchronous: bool, after: int = 1, damages: bool = False, stops: bool = False
+    folder: str,
+    *,
+    asynchronous: bool,
+    after: int = 1,
+    damages: bool = False,
+    stops: bool = False,
+    goes_on: bool = False,
 ) -> tuple[list[Merged], list[str]]:
-    """Save after each step, and merge the rows of so many saves; return warnings too.
+    """Save after each step, and merge the rows of so many saves before the next one; return warnings too.
 
-    Perhaps damage a base before, or let the third save come at once while rank 1 merges.
+    Perhaps damage a base before; or let the third save come at once while rank 1 merges; or let rank 1 merge the second
+    save's rows until the fourth is complete and the second removed.
     """
     found: list[Merged] = []
-    merges_shard = MergedRows.resolve_data
+    merges_shard, is_due, released = MergedRows.resolve_data, Increments.is_due, threading.Event()
 
-    def merge_until_stopped(self: MergedRows, write_item: Any) -> Any:
-        if self._place.name.endswith("2.ckpt"):
-            self._stop.wait(60.0)
+    def merge_until_told(self: MergedRows, write_item: Any) -> Any:
+        if len(found) < 3:
+            (released if goes_on else self._stop).wait(60.0)
         return merges_shard(self, write_item)
+
+    def is_due_and_has_saves(self: Increments, place: Any) -> bool:
+        rows = {} if self._newest is None else self._newest.rows
+        return is_due(self, place) and len({name.split("_")[1] for name in rows}) >= after
 
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             path, step = Path(folder) / f"{trainer.global_step}.ckpt", trainer.global_step
+            if not ((stops and step == 3) or (goes_on and step in (3, 4))):
+                if step == 5:
+                    released.set()
+                trainer.strategy._folder_saver.wait_merged()
             with trainer.strategy.saving_at_once() if stops and step == 3 else nullcontext():
                 trainer.save_checkpoint(path)
             tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
@@ -198,16 +213,17 @@ def merge_increments(
                 file.unlink()  # it has other names
                 file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
             dist.barrier()
+            if goes_on and step == 3:
+                trainer.strategy.remove_checkpoint(path.with_name("2.ckpt"))
 
     model = Model(ROWWISE_ADAGRAD)
     options = {"checkpoint_format": "incremental", "async_checkpoint": asynchronous, "most_increments": 0}
-    outgrown = property(lambda self: len({name.split("_")[1] for name in self._newest.rows}) >= after)
-    is_due = mock.patch.object(Increments, "have_outgrown", outgrown) if dist.get_rank() == 0 else nullcontext()
-    held = mock.patch.object(MergedRows, "resolve_data", merge_until_stopped)
+    has_saves = mock.patch.object(Increments, "is_due", is_due_and_has_saves)
+    held = mock.patch.object(MergedRows, "resolve_data", merge_until_told)
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
-        is_due if after > 1 else nullcontext(),
-        held if stops and dist.get_rank() == 1 else nullcontext(),
+        has_saves,
+        held if (stops or goes_on) and dist.get_rank() == 1 else nullcontext(),
     ):
         trainer = make_trainer(make_strategy(model, replicate_tables=False, **options), callbacks=[Saves()])
         trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 5))

@@ -63,8 +63,11 @@ def names_in(address: str) -> list[str]:
     return sorted(StorePlace(f"{address}/_").names_beside("", ".ckpt"))
 
 
-def unlisted(address: str = RUN) -> list[str]:
-    """Files in a folder of a store that no whole checkpoint in it has."""
+def unlisted(address: str = RUN, *, of_saves: bool = False) -> list[str]:
+    """Files in a folder of a store that no whole checkpoint has; perhaps only those of saves of which none has any.
+
+    An increment lists rows of earlier ones, and their saves stay as a whole.
+    """
     above, has = Objects._strip_protocol(address), set()
     for name in names_in(address):
         place, at = place_at(f"{address}/{name}"), f"{above}/{name}"
@@ -77,7 +80,9 @@ def unlisted(address: str = RUN) -> list[str]:
             files = {} if of_part is None else of_part.files
             has |= {posixpath.normpath(f"{folder}/{one.where}/{file}") for file, one in files.items()}
             has.add(f"{folder}/{CHECKSUMS_NAME}")
-    return sorted({key for key in Objects()._keys() if key.startswith(f"{above}/")} - has)
+    needed = {posixpath.dirname(file) for file in has if of_saves}
+    keys = {key for key in Objects()._keys() if key.startswith(f"{above}/")}
+    return sorted(key for key in keys - has if posixpath.dirname(key) not in needed)
 
 
 def fit_and_crash(
@@ -119,7 +124,8 @@ def fit_and_crash(
                     began[kind] = fit(how, resumed, resume=True) == (steps[last], resumed)
     assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
     with store_in(store):
-        return list(left.values()), names_in(RUN), began, unlisted()
+        # When increments are merged depends on the threads, and so does what the last checkpoint stands on.
+        return list(left.values()), names_in(RUN), began, unlisted(of_saves=how.startswith("merged"))
 
 
 def fit_and_resume(folder: str, how: str) -> Any:

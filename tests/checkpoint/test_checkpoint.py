@@ -44,16 +44,19 @@ def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_
         ({"asynchronous": False}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
         ({"asynchronous": True, "damages": True}, [set(), {"1"}, set(), {"2"}, {"3"}]),
         ({"asynchronous": True, "stops": True}, [set(), {"1"}, {"1", "2"}, {"3"}, {"4"}]),
+        ({"asynchronous": True, "goes_on": True}, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"2", "3", "4"}]),
+        ({"asynchronous": False, "goes_on": True}, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"2", "3", "4"}]),
     ],
-    ids=["async", "sync", "damaged", "stopped"],
+    ids=["async", "sync", "damaged", "stopped", "async, goes on", "sync, goes on"],
 )
 def test_increments_are_merged(two_ranks: Ranks, options: dict[str, Any], rows: list[set[str]], tmp_path: Path) -> None:
-    """The next one then has the rows since. If the base is damaged, it is whole. One that cannot wait stops a merge."""
+    """A later one has the rows since. If the base is damaged, it is whole. A preempted job's save stops a merge."""
     merge = partial(saves.merge_increments, **options)
     (first, said), (second, said_by_other) = two_ranks.run(merge, str(tmp_path))
     assert [one.saves_of_rows for one in first] == rows
     assert all(one.is_exact for one in [*first, *second])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.ckpt" for step in range(1, 6)]
+    kept = [step for step in range(1, 6) if step != 2 or "goes_on" not in options]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.ckpt" for step in kept]
     assert len(said) == ("damages" in options)
     assert not said_by_other
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -148,7 +148,7 @@ def fit_and_crash(
             _fit(place, *before)
         num_steps *= 1 if before is None else 2
         with before_each_change(copy):
-            _fit(place, how, save_last, num_steps=num_steps, resume=before is not None)
+            _fit(place, how, save_last, num_steps=num_steps, resume=before is not None, callbacks=[InTurn()])
         copy()
         sums: dict[int, set[float]] = {}
         known: dict[str, int] = {}
@@ -231,13 +231,28 @@ def options_of(how: str) -> dict[str, Any]:
     return {"checkpoint_format": how, "most_increments": 10}
 
 
-def _fit(place: Path, how: str, save_last: Any, *, num_steps: int = NUM_STEPS, resume: bool = False) -> tuple[int, int]:
+class InTurn(Callback):
+    """Lets increments be merged before the next save: a copy of a folder is of one instant only if nobody writes."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.strategy._folder_saver.wait_merged()  # type: ignore[attr-defined]
+
+
+def _fit(
+    place: Path,
+    how: str,
+    save_last: Any,
+    *,
+    num_steps: int = NUM_STEPS,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> tuple[int, int]:
     form = options_of(how)
     sgd = (torch.optim.SGD, {"lr": 0.5})
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=sgd, **form)
     saved: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1, "save_last": save_last}
     saver = ModelCheckpoint(place, enable_version_counter=False, **saved)
-    more: dict[str, Any] = {"callbacks": [saver], "max_steps": num_steps, "max_epochs": -1}
+    more: dict[str, Any] = {"callbacks": [*callbacks, saver], "max_steps": num_steps, "max_epochs": -1}
     trainer = make_trainer(strategy, enable_checkpointing=True, **more)
     model = Small()
     trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)

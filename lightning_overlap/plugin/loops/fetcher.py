@@ -57,6 +57,14 @@ class LookaheadFetcher(StagedFetcher):
         self.done = self.inner.done
         return self
 
+    def resume(self, states: list[Any]) -> None:
+        """Note the states with which the loaders go on in the middle of an epoch, if there are any.
+
+        The inner fetcher of a loader without a length has taken the next batch since.
+        """
+        if states and self.stream.inner.length is None:
+            self.trained_states = self.states_before = states
+
     def drop(self) -> None:
         """Drop the batches that were fetched ahead, on all ranks alike."""
         self.stream.forget()

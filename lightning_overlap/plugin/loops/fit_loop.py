@@ -44,6 +44,7 @@ class _FitLoopMixin(FitLoop):
     epoch_loop: EpochLoop
     resume: Resume
     generators: ResumedGenerators
+    loader_states: list[Any]  # of a checkpoint, with which the loaders are to go on
 
     @override
     def setup_data(self) -> None:
@@ -57,6 +58,8 @@ class _FitLoopMixin(FitLoop):
                 self.fetcher, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
             )
             self.fetcher = fetcher
+            fetcher.resume(self.loader_states)
+            self.loader_states = []
             self._end_together(fetcher.stream)
         elif self.trainer.strategy.balance is not None:  # type: ignore[attr-defined]
             warn_on_rank_zero("balance has no effect: training_step takes the data loader's iterator, not batches.")
@@ -100,7 +103,9 @@ class _FitLoopMixin(FitLoop):
         ended = self.epoch_loop.batch_progress.is_last_batch and epochs.processed < epochs.started
         for loader in self.loaders:
             tell_sampler_epoch(loader, epochs.processed + ended)
-        if not self.resume.begins_data:  # else the states are those of an earlier epoch's end
+        if self.resume.begins_data:  # then the states are those of an earlier epoch's end
+            self.loader_states = []
+        else:
             super().load_loader_states()
         if self.resume.loaded:
             saved = self.trainer.strategy.take_generators()  # type: ignore[attr-defined]
@@ -114,6 +119,7 @@ class _FitLoopMixin(FitLoop):
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
+        self.loader_states = state_dict.get("combined_loader") or []
         self.resume.take(state_dict)
         self.trainer.should_stop |= state_dict.get(_STOPS, False)
         # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
@@ -328,8 +334,8 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
     stand_in(trainer, "fit_loop", _FitLoopMixin, undo)
     loop: Any = trainer.fit_loop
     loop.resume = Resume(trainer, num_over=loop.epoch_loop.batch_progress.total.ready)
-    loop.generators = ResumedGenerators(trainer)
-    for own in ("resume", "generators"):
+    loop.generators, loop.loader_states = ResumedGenerators(trainer), []
+    for own in ("resume", "generators", "loader_states"):
         undo.callback(vars(loop).pop, own)
     undo.callback(_forget_broken_loader, trainer.fit_loop)
     stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
