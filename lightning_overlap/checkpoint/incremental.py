@@ -329,8 +329,9 @@ class Increment:
             for _, shard in local_parts(piece)
             if shard.numel()
         }
-        assert self.copy is not None
-        copied = self.copy.rows()
+        copy, self.copy = self.copy, None  # a merge may hold this increment for long
+        assert copy is not None
+        copied = copy.rows()
         self.check()
         for field, rows_N, values_ND in copied:
             part, name = names[field.values_RD.data_ptr()]
@@ -350,7 +351,7 @@ class Increment:
             if files.is_local:
                 file.flush()
                 os.fsync(file.fileno())
-        self.copy.give_back()
+        copy.give_back()
         return {name: places}
 
     def index(self) -> bytes:
