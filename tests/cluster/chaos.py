@@ -66,6 +66,7 @@ class Trial:
     format: str
     asynchronous: bool
     every: int  # steps between checkpoints
+    most_increments: int  # 0: increments are merged, also while a fault happens
 
 
 def of_seed(seed: int) -> Trial:
@@ -84,6 +85,7 @@ def of_seed(seed: int) -> Trial:
         format=(saved_as := choose.choice(["sharded", "full", "incremental"])),
         asynchronous=saved_as != "full" and choose.random() < 0.5,
         every=choose.randint(1, 3),
+        most_increments=choose.choice([0, 5]),
     )
 
 
@@ -211,7 +213,7 @@ def train(trial: Trial, folder: str) -> None:
     options: dict[str, Any] = {
         "checkpoint_format": trial.format,
         "async_checkpoint": trial.asynchronous,
-        "most_increments": 5,
+        "most_increments": trial.most_increments,
     }
     strategy = OverlapEmbeddingStrategy(trial.pipeline, sharding="table_wise", timeout=TIMEOUT_S, **options)
     saver = ModelCheckpoint(checkpoints, save_last=True, every_n_train_steps=trial.every)
@@ -337,7 +339,7 @@ def run(seeds: Sequence[int], folder: Path) -> Iterator[tuple[Trial, int, list[s
     trials = [of_seed(seed) for seed in seeds]
     agents = Agents(folder)
     # All modes of the trials are exact: one reference serves all of them.
-    plain = Trial(-1, (), "base", "full", asynchronous=False, every=100)
+    plain = Trial(-1, (), "base", "full", asynchronous=False, every=100, most_increments=5)
     for _, reference, code in agents.run([plain]):
         assert code == 0, (reference / "agent.log").read_text(encoding="utf-8")
         references["base"] = reference
