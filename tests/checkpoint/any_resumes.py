@@ -18,7 +18,7 @@ from ..support.cases import ROWWISE_ADAGRAD, Batch, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .checkpoints import zeroed
-from .resumes import Rows, StatefulSized, make_loader
+from .resumes import Rows, Stateful, make_loader
 
 CASE = ROWWISE_ADAGRAD
 BATCH_SIZE = 4
@@ -156,12 +156,17 @@ class Logs(Model):
 
 
 @dataclass
-class _WithNone(StatefulSized):
+class _WithNone(Stateful):
     none: int
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             yield None if self.position - 1 == self.none else batch
+
+
+class _WithNoneSized(_WithNone):
+    def __len__(self) -> int:
+        return self.num
 
 
 class Data(LightningDataModule):
@@ -172,7 +177,8 @@ class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
         source = (CASE, self.drawn.num_batches, self.trainer.global_rank)
         if self.drawn.none >= 0:
-            return _WithNone(*source, self.drawn.none)
+            with_none = _WithNone if self.drawn.loader == "own-unsized" else _WithNoneSized
+            return with_none(*source, self.drawn.none)
         if self.drawn.loader != "sampler":
             return make_loader(self.drawn.loader, *source)
         rows = Rows(*source)

@@ -57,6 +57,9 @@ def test_any_resumes_equal_none(get_ranks: Callable[..., Ranks]) -> None:
     @example(drawn=Drawn((Stop("batch_start", 3, by_error=True),), num_batches=3, limit=2))  # in an epoch's first batch
     @example(drawn=Drawn((Stop("epoch_end", 2), Stop("epoch_end", 1)), scheduler="plateau_of_validation"))
     @example(drawn=Drawn((Stop("batch_end", 3),), none=1))
+    @example(drawn=Drawn((Stop("batch_end", 2),), none=1, epochs=1))  # after the None batch
+    @example(drawn=Drawn((Stop("batch_start", 2),), none=1, epochs=1, loader="own-unsized"))
+    @example(drawn=Drawn((Stop("batch_end", 1), Stop("batch_start", 1)), none=1, epochs=1, loader="own-unsized"))
     @example(drawn=Drawn((Stop("batch_start", 2), Stop("batch_start", 1)), loader="own-unsized"))  # twice in one batch
     def holds(drawn: Drawn) -> None:
         assert differences(get_ranks(1), drawn) == [[]]

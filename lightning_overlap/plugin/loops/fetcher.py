@@ -48,6 +48,7 @@ class LookaheadFetcher(StagedFetcher):
         self._has_ended = False  # whether the walker has ended the epoch
         self.trained_states: Any = self.stream.states  # of the loaders after the batch being trained; may be empty
         self.states_before: Any = self.stream.states  # of the loaders before that batch
+        self._states_after_none: Any = self.stream.states  # of the loaders after the None batch delivered last
 
     @override
     def __iter__(self) -> LookaheadFetcher:
@@ -79,7 +80,9 @@ class LookaheadFetcher(StagedFetcher):
         assert self.walker is not None
         self._peeked, self.states_before = False, self.trained_states
         current = self.walker.batches.current
-        if self.batch is not None and current is not None:
+        if self.batch is None:
+            self.trained_states = self._states_after_none
+        elif current is not None:
             self.trained_states = current.loader_states
         is_last = self._waiting is None and (self._has_ended or self.walker.is_last)
         self.done = is_last and self._count_none_at_end() == 0
@@ -113,6 +116,7 @@ class LookaheadFetcher(StagedFetcher):
         """Make the next None batch the one to deliver: it comes before the walker's batch, or ends the epoch."""
         _, none = self.stream.skipped.popleft()
         self.batch, self.batch_idx, self.dataloader_idx = None, none.batch_idx, none.dataloader_idx
+        self._states_after_none = none.loader_states
         self._num_none_left = None if self._waiting else self._count_none_at_end() - 1
 
     def _take(self, flight: Flight) -> None:
