@@ -76,6 +76,12 @@ class _Newest(NamedTuple):
         """Whether it is its own base."""
         return self.base_save == self.checksums.save
 
+    def is_there(self) -> bool:
+        """Return whether its place still has it, as it was saved; not if the disk or store fails."""
+        with suppress(OSError, DamagedError):
+            return bool(_identity(self.place) == self.identity)
+        return False
+
 
 class _Merged(NamedTuple):
     """What rows were merged to. Only rank 0 knows it."""
@@ -110,6 +116,7 @@ class Increments:
         self._can_link = True
         self._merged: _Merged | None = None  # what a thread has merged; the next save begins to use it
         self._is_lost = False  # whether a merge has failed since the last save
+        self._one_change = threading.Lock()  # of `_merged`, `_is_lost` and what `_newest` is merged to
         self._used: list[CheckpointPlace] = []  # what was merged, and is in a checkpoint since, or is not needed
         self._num = 0  # of increments in this fit, for the names of their files
 
@@ -177,7 +184,7 @@ class Increments:
                 is_near = newest.place.beside(place.name) == place
             merged = newest.merged
             has_base = merged is None or _identity(merged.checksums.place) == merged.identity
-            return bool(is_near and has_base and _identity(newest.place) == newest.identity)
+            return bool(is_near and has_base and newest.is_there())
         except (OSError, DamagedError):
             return False
 
@@ -220,11 +227,12 @@ class Increments:
 
     def is_due(self, place: CheckpointPlace) -> bool:
         """Return whether, on rank 0, the checkpoint at `place` is the newest, and has too many rows since its base."""
-        newest = self._newest
-        knows = self._merged is None and not self._is_lost
+        with self._one_change:
+            newest, knows = self._newest, self._merged is None and not self._is_lost
         if newest is None or newest.place != place or newest.merged is not None or not knows:
             return False
-        return sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes
+        is_due = sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes
+        return is_due and newest.is_there()
 
     def note_merged(self, increment: "Increment", checksums: Checksums | None) -> None:
         """Note on rank 0, in any thread, what base and rows of a save were merged to; None: the next save is whole."""
@@ -232,22 +240,25 @@ class Increments:
             self._is_lost = True
         else:
             identity = _identity(checksums.place)
-            self._merged = _Merged(checksums, identity, increment.base_save, frozenset(increment.rows))
+            merged = _Merged(checksums, identity, increment.base_save, frozenset(increment.rows))
+            with self._one_change:
+                self._merged = merged
 
     def _use_merged(self) -> None:
         """Let the next increment stand on what rows were merged to, if it has the rows of the newest checkpoint."""
-        merged, self._merged = self._merged, None
-        is_lost, self._is_lost = self._is_lost, False
-        newest = self._newest
-        if is_lost:
-            self._newest = None
-        elif merged is not None and newest is not None and newest.base_save == merged.base_save:
-            rows = {name: one for name, one in newest.rows.items() if name not in merged.rows}
-            files = merged.checksums.files.values()
-            num_bytes, save = sum(file.size for file in files), merged.checksums.save
-            self._newest = newest._replace(rows=rows, base_save=save, base_bytes=num_bytes, merged=merged)
-        elif merged is not None:
-            self._used.append(merged.checksums.place)
+        with self._one_change:
+            merged, self._merged = self._merged, None
+            is_lost, self._is_lost = self._is_lost, False
+            newest = self._newest
+            if is_lost:
+                self._newest = None
+            elif merged is not None and newest is not None and newest.base_save == merged.base_save:
+                rows = {name: one for name, one in newest.rows.items() if name not in merged.rows}
+                files = merged.checksums.files.values()
+                num_bytes, save = sum(file.size for file in files), merged.checksums.save
+                self._newest = newest._replace(rows=rows, base_save=save, base_bytes=num_bytes, merged=merged)
+            elif merged is not None:
+                self._used.append(merged.checksums.place)
 
     def _forget_merged(self) -> None:
         """Note that nothing will stand on what rows were merged to."""

@@ -173,7 +173,8 @@ class FolderSaver:
         allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
         """
         self.wait(stops_merge=increments is not None and not follows)  # a whole one makes it useless
-        self.forget_merge()
+        if increments is not None:  # others, as of weights only, leave the newest increment as it is
+            self.forget_merge()
         state = take_state(checkpoint, model, self._group, increments.fused if increments and follows else None)
         increment = increments.take(state) if increments and follows else None
         name, snapshot, rest = uuid.uuid4().hex, Snapshot(), None

@@ -174,11 +174,12 @@ def merge_increments(
     damages: bool = False,
     stops: bool = False,
     goes_on: bool = False,
+    others: bool = False,
 ) -> tuple[list[Merged], list[str]]:
     """Save after each step, and merge the rows of so many saves before the next one; return warnings too.
 
     Perhaps damage a base before; or let the third save come at once while rank 1 merges; or let rank 1 merge the second
-    save's rows until the fourth is complete and the second removed.
+    save's rows until the fourth is complete and the second removed. Perhaps save the weights alone, too.
     """
     found: list[Merged] = []
     merges_shard, is_due, released = MergedRows.resolve_data, Increments.is_due, threading.Event()
@@ -201,6 +202,9 @@ def merge_increments(
                 trainer.strategy._folder_saver.wait_merged()
             with trainer.strategy.saving_at_once() if stops and step == 3 else nullcontext():
                 trainer.save_checkpoint(path)
+            if others:
+                trainer.save_checkpoint(beside := path.with_name("weights.ckpt"), weights_only=True)
+                trainer.strategy.remove_checkpoint(beside)
             tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
             weights = read_folder(path, weights_only=True)["state_dict"]
             is_exact = all(torch.equal(weights[f"ebc.embedding_bags.{name}.weight"], tables[name]) for name in tables)

@@ -42,12 +42,13 @@ def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_
     [
         ({"asynchronous": True, "after": 2}, [set(), {"1"}, {"1", "2"}, {"3"}, {"3", "4"}]),
         ({"asynchronous": False}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
+        ({"asynchronous": True, "others": True}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
         ({"asynchronous": True, "damages": True}, [set(), {"1"}, set(), {"2"}, {"3"}]),
         ({"asynchronous": True, "stops": True}, [set(), {"1"}, {"1", "2"}, {"3"}, {"4"}]),
         ({"asynchronous": True, "goes_on": True}, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"2", "3", "4"}]),
         ({"asynchronous": False, "goes_on": True}, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"2", "3", "4"}]),
     ],
-    ids=["async", "sync", "damaged", "stopped", "async, goes on", "sync, goes on"],
+    ids=["async", "sync", "weights, too", "damaged", "stopped", "async, goes on", "sync, goes on"],
 )
 def test_increments_are_merged(two_ranks: Ranks, options: dict[str, Any], rows: list[set[str]], tmp_path: Path) -> None:
     """A later one has the rows since. If the base is damaged, it is whole. A preempted job's save stops a merge."""
