@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -244,6 +245,25 @@ def fail_to_end() -> tuple[int, int]:
 def test_a_run_that_is_over_leaves_the_signal_to_others(get_ranks: Any) -> None:
     """Lightning does not put handlers back if its teardown fails."""
     assert get_ranks(1).run(fail_to_end) == [(0, 1)]
+
+
+def test_signals_are_heard_with_many_files_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("no process may have so many files open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+    own = signal.signal(signal.SIGUSR1, lambda *_: None)
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    signals = Signals()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.SIGUSR1 in signals.wait(1.0)
+    finally:
+        signals.close()
+        for file in files:
+            os.close(file)
+        signal.signal(signal.SIGUSR1, own)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_signals_are_heard_in_another_thread() -> None:

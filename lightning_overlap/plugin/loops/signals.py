@@ -30,7 +30,9 @@ class Signals:
 
     def wait(self, timeout_s: float) -> set[int]:
         """Return the signals that have come since the last call; wait for one, or for `wake`, if there is none."""
-        select.select([self._receiver], [], [], timeout_s)
+        poll = select.poll()  # unlike `select.select` for any number of open files
+        poll.register(self._receiver, select.POLLIN)
+        poll.poll(1000 * timeout_s)
         return set(self._read())
 
     def wake(self) -> None:
