@@ -12,13 +12,9 @@ from typing_extensions import override
 
 from .incremental import RowsEntry, base_of, put_entry, read_rows
 from .not_checkpoints import DamagedError, damaged_part
-from .places import Place
+from .places import Place, StoppedError
 from .safe_metadata import SafeReader
 from .table_state import Piece
-
-
-class StoppedError(Exception):
-    """The merge is stopped: nobody would use its result, or somebody cannot wait for it."""
 
 
 class MergedRows(DefaultSavePlanner):

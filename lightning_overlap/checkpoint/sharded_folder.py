@@ -35,7 +35,7 @@ from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_che
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
 from .managed_collision_state import collision_state, pieces_for
-from .merged_rows import MergedRows, StoppedError
+from .merged_rows import MergedRows
 from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
     CHECKSUMS_NAME,
@@ -56,7 +56,7 @@ from .parts import (
     TABLE_OPTIMIZERS,
     rename_former_entries,
 )
-from .places import LocalPlace, Place, as_place
+from .places import LocalPlace, Place, StoppedError, as_place
 from .safe_metadata import SafePlanner, SafeReader
 from .snapshot import Snapshot, saved
 from .store_place import StorePlace, can_hold_folders, is_address, or_warn, place_at

@@ -28,7 +28,7 @@ from typing_extensions import override
 from ..text import message_without_secrets, without_secrets
 from .checksums import SAVE_NAME, Checksums, read_checksums
 from .not_checkpoints import CHECKSUMS_NAME, DamagedError
-from .places import MERGED_NAME, LocalPlace, Place
+from .places import MERGED_NAME, LocalPlace, Place, StoppedError
 
 _OF_A_DISK = re.compile(r"meta\.pt|increment\.pt|\.metadata|__\d+_\d+\.distcp|rows\.json|rows_\d+_\d+\.pt")
 """What names the files of a checkpoint have, which lie in its folder itself if it was copied from a disk."""
@@ -338,7 +338,7 @@ class StorePlace:
         try:
             yield
         except Exception as err:
-            if isinstance(err, StoreError):
+            if isinstance(err, StoreError | StoppedError):  # the latter is none of the store
                 raise
             kinds = (FileNotFoundError, PermissionError, *((ImportError, ValueError) if what == "open" else ()))
             kind = next((kind for kind in kinds if isinstance(err, kind)), StoreError)

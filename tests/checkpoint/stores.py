@@ -3,6 +3,7 @@
 import os
 import posixpath
 import shutil
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import StorePlace, place_at, read_folder
+from lightning_overlap.checkpoint import FolderSaver, StorePlace, place_at, read_folder
 from lightning_overlap.checkpoint.checksums import read_checksums
 from lightning_overlap.checkpoint.incremental import is_incremental
+from lightning_overlap.checkpoint.merged_rows import MergedRows
 from lightning_overlap.checkpoint.not_checkpoints import CHECKSUMS_NAME
 
 from ..support.cases import TABLE_WISE, Batches
@@ -126,6 +128,31 @@ def fit_and_crash(
     with store_in(store):
         # When increments are merged depends on the threads, and so does what the last checkpoint stands on.
         return list(left.values()), names_in(RUN), began, unlisted(of_saves=how.startswith("merged"))
+
+
+def stop_a_merge(store: str) -> tuple[bool, list[str]]:
+    """End a fit while increments are merged; return whether they were, and warnings about it."""
+    merges_shard, merge, has_begun = MergedRows.resolve_data, FolderSaver.merge, threading.Event()
+
+    def merge_once_stopped(self: MergedRows, write_item: Any) -> Any:
+        has_begun.set()
+        assert self._stop.wait(60.0)
+        return merges_shard(self, write_item)
+
+    def begin(self: FolderSaver) -> None:
+        merge(self)
+        if self._merging:
+            has_begun.wait(2.0)  # one without changed rows does not begin
+
+    with (
+        store_in(store),
+        mock.patch.object(MergedRows, "resolve_data", merge_once_stopped),
+        mock.patch.object(FolderSaver, "merge", begin),
+        warnings.catch_warnings(record=True, action="always") as caught,
+    ):
+        fit("merged", NUM_STEPS + 1)
+        assert not unlisted(of_saves=True)
+    return has_begun.is_set(), [str(one.message) for one in caught if "merge" in str(one.message)]
 
 
 def fit_and_resume(folder: str, how: str) -> Any:

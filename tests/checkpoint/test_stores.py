@@ -28,6 +28,12 @@ def test_a_crash_at_any_change(get_ranks: Any, how: str, tmp_path: Path) -> None
     assert not lost
 
 
+def test_a_merge_that_is_stopped_has_not_failed(get_ranks: Any, tmp_path: Path) -> None:
+    [(has_begun, said)] = get_ranks(1).run(stores.stop_a_merge, str(tmp_path / "store"))
+    assert has_begun
+    assert not said
+
+
 @pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged"])
 def test_a_fit_resumes_from_a_store(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     for whole, resumed in two_ranks.run(stores.fit_and_resume, str(tmp_path), how):
