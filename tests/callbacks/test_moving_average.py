@@ -231,7 +231,11 @@ def interrupt_a_swap(during: int) -> tuple[list[str], bool]:
             trainer.validate(module, datamodule=data, verbose=False)
         return {"differing": averaging.differing(averaging.parts_of(module.state_dict()), before)}
 
-    found = train(ALL, data=averaging.Evaluations, after=validate, num_steps=3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background without
+    try:
+        found = train(ALL, data=averaging.Evaluations, after=validate, num_steps=3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return found.seen["differing"], len(pressed) > during
 
 
