@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import functools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -424,35 +425,26 @@ class Arms:
         self._fit(Module(), _without_ddp())
 
     def _run_lightning(self, name: str) -> None:
-        from lightning.pytorch import LightningModule
-
-        arms, network = self, self._network()
-
-        class Module(LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.network = network
-                self.sharded: Any = None
-
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                arms._note()
-                if self.sharded is None:
-                    self.sharded = arms._sharded(self.network)
-                loss: torch.Tensor = self.sharded(batch)[0]
-                return loss
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return arms._dense_optimizer(self.network)
-
-        self._fit(Module(), _without_ddp())
+        network = self._network()
+        sharded = functools.cache(lambda: self._sharded(network))  # in the first step
+        self._fit(self._module(network, lambda batch: sharded()(batch)[0]), _without_ddp())
 
     def _run_ours(self, name: str) -> None:
         import torch
-        from lightning.pytorch import LightningModule
 
         from lightning_overlap import OverlapEmbeddingStrategy
 
-        arms, network = self, self._network()
+        network = self._network()
+        strategy = OverlapEmbeddingStrategy(
+            name, sharding=self._plan(network.ebc, "network.ebc"), fused_optimizer=(torch.optim.SGD, {"lr": 0.1})
+        )
+        self._fit(self._module(network, lambda batch: network(batch)[0]), strategy)
+
+    def _module(self, network: Any, loss_of: Callable[[Any], torch.Tensor]) -> Any:
+        """Return a module as users write it."""
+        from lightning.pytorch import LightningModule
+
+        arms = self
 
         class Module(LightningModule):
             def __init__(self) -> None:
@@ -461,16 +453,12 @@ class Arms:
 
             def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
                 arms._note()
-                loss: torch.Tensor = self.network(batch)[0]
-                return loss
+                return loss_of(batch)
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
-                return arms._dense_optimizer(self.network)
+                return arms._dense_optimizer(network)
 
-        strategy = OverlapEmbeddingStrategy(
-            name, sharding=self._plan(network.ebc, "network.ebc"), fused_optimizer=(torch.optim.SGD, {"lr": 0.1})
-        )
-        self._fit(Module(), strategy)
+        return Module()
 
     def _dense_optimizer(self, network: Any) -> torch.optim.Optimizer:
         import torch
