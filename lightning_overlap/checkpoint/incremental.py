@@ -236,13 +236,12 @@ class Increments:
 
     def note_merged(self, increment: "Increment", checksums: Checksums | None) -> None:
         """Note on rank 0, in any thread, what base and rows of a save were merged to; None: the next save is whole."""
-        if checksums is None:
-            self._is_lost = True
-        else:
+        merged = None
+        if checksums is not None:
             identity = _identity(checksums.place)
             merged = _Merged(checksums, identity, increment.base_save, frozenset(increment.rows))
-            with self._one_change:
-                self._merged = merged
+        with self._one_change:
+            self._merged, self._is_lost = merged, merged is None
 
     def _use_merged(self) -> None:
         """Let the next increment stand on what rows were merged to, if it has the rows of the newest checkpoint."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_overlap.balance import balancer
 from lightning_overlap.balance.samples import JaggedField
-from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
+from lightning_overlap.checkpoint import Increments, atomic, checksums, safe_metadata
 from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.deltas.restoring import shard_tables
 from lightning_overlap.dense.graph import Uses
@@ -28,6 +28,7 @@ from lightning_overlap.plugin import strategy
 from lightning_overlap.plugin.learning_rates import LearningRates
 from lightning_overlap.plugin.loops import fit_loop, preemption, resume
 from lightning_overlap.plugin.loops.batch_stream import BatchStream
+from lightning_overlap.plugin.loops.fetcher import LookaheadFetcher
 from lightning_overlap.plugin.nonfinite import NonfiniteLosses
 from lightning_overlap.runtime.batch_memory import BatchMemory
 from lightning_overlap.runtime.batches import Batches
@@ -712,3 +713,29 @@ def _state_of_the_next(patch: pytest.MonkeyPatch) -> None:
         return fetched and fetched._replace(loader_states=self.states)
 
     patch.setattr(BatchStream, "fetch", fetch_later)
+
+
+@breaks(
+    7,
+    "a loader without a length goes on in an epoch with the state after the batch that its fetcher holds",
+    "checkpoint/test_any_resumes.py::test_any_resumes_equal_none",
+)
+def _state_after_the_held_batch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LookaheadFetcher, "resume", lambda self, states: None)
+
+
+@breaks(
+    12,
+    "a checkpoint that stands on merged increments lacks the rows of saves during the merge",
+    "checkpoint/test_checkpoint.py::test_increments_are_merged[async, goes on]",
+)
+def _without_the_rows_since(patch: pytest.MonkeyPatch) -> None:
+    use_merged = Increments._use_merged
+
+    def use_and_drop(self: Increments) -> None:
+        is_merged = self._merged is not None
+        use_merged(self)
+        if is_merged and self._newest is not None:
+            self._newest = self._newest._replace(rows={})
+
+    patch.setattr(Increments, "_use_merged", use_and_drop)
