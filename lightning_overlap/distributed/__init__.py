@@ -27,6 +27,7 @@ from .mismatches import Mismatches as Mismatches
 from .mismatches import Point as Point
 from .packed_alltoall import Entry as Entry
 from .packed_alltoall import PackedExchange as PackedExchange
+from .packed_alltoall import Places as Places
 from .shared_calls import SharedCalls as SharedCalls
 from .stores import ANSWER_S as ANSWER_S
 from .stores import NoAnswerError as NoAnswerError

@@ -1,18 +1,23 @@
 """Send several tensors in one all-to-all, since each costs the host and the network a fixed time besides its bytes."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 FEW_PIECES, LARGE_PIECE = 64, 128
 """Few pieces, and pieces of so many elements, are joined one by one: the host takes 0.5 us and an object for each."""
+
+
+Places: TypeAlias = tuple[tuple[int, ...], ...]
+"""By rank, the numbers of the pieces for it."""
 
 
 class Entry(NamedTuple):
@@ -22,9 +27,10 @@ class Entry(NamedTuple):
     sent: Sequence[int]  # number of rows for each rank
     received: Sequence[int]  # number of rows from each rank
     segments: Sequence[Sequence[int]] | None = None
-    """By rank, the rows of each segment that it sends. `take` returns segment 0 of all ranks, then segment 1, ..."""
+    """By rank, the rows of each segment that it sends; as many segments from each rank. `take` returns segment 0 of all
+    ranks, then segment 1, ..."""
     pieces: Sequence[int] | None = None  # rows of consecutive pieces of the tensor, if these are sent in another order
-    places: Sequence[Sequence[int]] | None = None  # by rank, the numbers of the pieces for it
+    places: Places | None = None  # of these pieces
 
     @property
     def rows(self) -> Sequence[int]:
@@ -48,7 +54,8 @@ class PackedExchange:
         # What leaves: by rank, pieces of all entries, in order.
         sizes = [[width * num for num in entry.rows] for entry, width in zip(entries, widths, strict=True)]
         flat = [entry.tensor.detach().reshape(-1).view(unit) for entry in entries]
-        [self._packed] = in_order(flat, sizes, [_by_rank(entries, group.size())])
+        order = _by_rank(tuple(map(len, sizes)), tuple([entry.places for entry in entries]), group.size())
+        [self._packed] = in_order(flat, sizes, [order])
 
         # What arrives: by rank, all entries in order; an entry perhaps in segments.
         self._sizes, self._orders = _arriving(entries, widths)
@@ -85,7 +92,9 @@ class PackedExchange:
             self._stream = current
 
 
-def in_order(tensors: Sequence[Tensor], sizes: Sequence[Sequence[int]], orders: Sequence[ArrayLike]) -> list[Tensor]:
+def in_order(
+    tensors: Sequence[Tensor], sizes: Sequence[Sequence[int]], orders: Sequence[NDArray[np.int64]]
+) -> list[Tensor]:
     """Return a new tensor for each of `orders`: the pieces with these numbers, one after the other.
 
     `sizes` are of the consecutive pieces of each tensor, `(sum(sizes),)`, all of one dtype. Numbers count the pieces of
@@ -94,13 +103,12 @@ def in_order(tensors: Sequence[Tensor], sizes: Sequence[Sequence[int]], orders: 
     num_pieces = sum(map(len, sizes))
     if num_pieces <= FEW_PIECES or sum(one.numel() for one in tensors) >= LARGE_PIECE * num_pieces:
         pieces = [piece for one, its in zip(tensors, sizes, strict=True) for piece in one.split_with_sizes([*its])]
-        return [torch.cat([pieces[number] for number in np.asarray(order).tolist()]) for order in orders]
+        return [torch.cat([pieces[number] for number in order.tolist()]) for order in orders]
     # One index for all of them, with NumPy: each operator of torch takes the host microseconds.
     flat = torch.cat([*tensors])
-    all_orders = [np.asarray(order, np.int64) for order in orders]
     sizes_P = np.fromiter(chain.from_iterable(sizes), np.int64, num_pieces)
     starts_P = sizes_P.cumsum() - sizes_P
-    order_O = np.concatenate(all_orders)
+    order_O = np.concatenate(orders)
     sizes_O = sizes_P[order_O]
     shifts_O = starts_P[order_O] - (sizes_O.cumsum() - sizes_O)  # from a place in the new tensors to one in `flat`
     both = torch.from_numpy(np.stack((shifts_O, sizes_O)))
@@ -108,22 +116,24 @@ def in_order(tensors: Sequence[Tensor], sizes: Sequence[Sequence[int]], orders: 
     num = int(sizes_O.sum())
     places = torch.repeat_interleave(shifts, repeats, output_size=num).add_(torch.arange(num, device=flat.device))
     joined = flat.index_select(0, places)
-    if len(all_orders) == 1:
+    if len(orders) == 1:
         return [joined]
-    nums = [int(sizes_P[order].sum()) for order in all_orders]
+    nums = [int(sizes_P[order].sum()) for order in orders]
     return [one.clone() for one in joined.split_with_sizes(nums)]  # else one of them would keep all alive
 
 
-def _by_rank(entries: Sequence[Entry], num_ranks: int) -> NDArray[np.int64]:
-    """Return the numbers of the pieces of all entries, those for rank 0 first, in `in_order`'s count."""
-    if all(entry.places is None for entry in entries):
-        return np.arange(len(entries) * num_ranks).reshape(len(entries), num_ranks).T.ravel()
-    firsts = [0, *accumulate(len(entry.rows) for entry in entries)]
+@lru_cache(256)  # in each step the same
+def _by_rank(rows: tuple[int, ...], places: tuple[Places | None, ...], num_ranks: int) -> NDArray[np.int64]:
+    """Return the numbers of the pieces of all entries, those for rank 0 first, in `in_order`'s count.
+
+    Each entry has a number of pieces in `rows`; without places they go to one rank each.
+    """
+    firsts = [0, *accumulate(rows)]
     numbers = [
         first + place
         for rank in range(num_ranks)
-        for first, entry in zip(firsts, entries, strict=False)
-        for place in ((rank,) if entry.places is None else entry.places[rank])
+        for first, of_entry in zip(firsts, places, strict=False)
+        for place in ((rank,) if of_entry is None else of_entry[rank])
     ]
     return np.asarray(numbers, np.int64)
 
@@ -131,20 +141,34 @@ def _by_rank(entries: Sequence[Entry], num_ranks: int) -> NDArray[np.int64]:
 def _arriving(entries: Sequence[Entry], widths: Sequence[int]) -> tuple[list[int], list[NDArray[np.int64]]]:
     """Return the units of all segments as they arrive, and by entry the numbers of its segments in their order."""
     num, num_ranks = len(entries), len(entries[0].received)
+    num_segments = [1 if entry.segments is None else len(entry.segments[0]) for entry in entries]
+    orders = _segments_in_turn(tuple(num_segments), num_ranks)
     if all(entry.segments is None for entry in entries):  # without a list for each rank: they would be thousands
         sizes = [0] * (num * num_ranks)
         for number, (entry, width) in enumerate(zip(entries, widths, strict=True)):
             sizes[number::num] = [width * rows for rows in entry.received]
-        return sizes, [np.arange(number, num * num_ranks, num) for number in range(num)]
-    sizes, numbers_by_rank = [], [list[range]() for _ in entries]
-    for rank in range(num_ranks):
-        for entry, width, numbers in zip(entries, widths, numbers_by_rank, strict=True):
-            rows = [entry.received[rank]] if entry.segments is None else entry.segments[rank]
-            numbers.append(range(len(sizes), len(sizes) + len(rows)))
-            sizes += [width * num for num in rows]
-    # Segment 0 of all ranks, then segment 1, ...
-    in_turn = [[n for numbers in zip(*by_rank, strict=True) for n in numbers] for by_rank in numbers_by_rank]
-    return sizes, [np.asarray(numbers, np.int64) for numbers in in_turn]
+        return sizes, orders
+    by_entry = [[(rows,) for rows in one.received] if one.segments is None else one.segments for one in entries]
+    return [
+        width * rows
+        for of_rank in zip(*by_entry, strict=True)
+        for width, segments in zip(widths, of_rank, strict=True)
+        for rows in segments
+    ], orders
+
+
+@lru_cache(256)  # in each step the same
+def _segments_in_turn(num_segments: tuple[int, ...], num_ranks: int) -> list[NDArray[np.int64]]:
+    """Return by entry the numbers of its segments: segment 0 of all ranks, then segment 1, ...
+
+    Every rank sends as many segments of an entry; they are counted by rank, then by entry.
+    """
+    firsts = [0, *accumulate(num_segments)]
+    ranks_R = np.arange(num_ranks) * firsts[-1]
+    return [
+        (np.arange(first, first + num)[:, None] + ranks_R).ravel()
+        for first, num in zip(firsts, num_segments, strict=False)
+    ]
 
 
 def _units_by_rank(widths: Sequence[int], rows: Sequence[Sequence[int]]) -> list[int]:

@@ -66,7 +66,7 @@ def _is_faster(num_segments: int, num_ids: int) -> bool:
     return num_segments <= FEW_SEGMENTS or num_ids >= MANY_IDS * num_segments
 
 
-def _order_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> list[int] | None:
+def _order_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> tuple[int, ...] | None:
     """Return the order of a module's features by rank, if ids can be put in it as they are packed, without a copy."""
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return None
@@ -81,11 +81,15 @@ def _order_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) ->
         and kjt.weights_or_none() is None
         and sum(num_ids(kjt)) == kjt.values().numel()  # else ids at its end are unused
     )
-    return order if is_ordered else None
+    return tuple(order) if order is not None and is_ordered else None
 
 
 def _describe(
-    all_to_all: KJTAllToAll, group: dist.ProcessGroup, narrow: bool, order: list[int] | None, kjt: KeyedJaggedTensor
+    all_to_all: KJTAllToAll,
+    group: dist.ProcessGroup,
+    narrow: bool,
+    order: tuple[int, ...] | None,
+    kjt: KeyedJaggedTensor,
 ) -> Described:
     """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
     splits = splits_of(all_to_all)

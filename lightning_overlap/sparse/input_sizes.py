@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import Entry, PackedExchange, check_none_batches, gather_if_unequal
+from ..distributed import Entry, PackedExchange, Places, check_none_batches, gather_if_unequal
 from ..runtime import Streams
 from ..tables import num_ids
 
@@ -39,7 +39,7 @@ class Described:
     keys: list[str]  # features of this rank
     device: torch.device
     stagger: int  # TorchRec's order of ranks
-    order: list[int] | None  # in which the input's features are sent; None: in the input's own
+    order: tuple[int, ...] | None  # in which the input's features are sent; None: in the input's own
     num_ids: list[int]  # of each of the input's features, if it has an order
 
     @property
@@ -47,20 +47,21 @@ class Described:
         """Lengths, then ids of each of the input's features; empty without an order."""
         return [] if self.order is None else [[self.input.stride()] * len(self.num_ids), self.num_ids]
 
-    @property
-    def places(self) -> list[list[int]] | None:
-        """By rank, the numbers of the input's features that go there."""
-        features = iter(self.order or ())
-        return None if self.order is None else [[*islice(features, num)] for num in self.splits]
-
     def entries(self, sizes: PartSizes, segments: Sequence[Any]) -> list[Entry]:
         """Return lengths, ids and weights as entries of an all-to-all; `sizes` and `segments` are of what arrives."""
         entries = []
+        places = None if self.order is None else _features_by_rank(self.order, tuple(self.splits))
         for number, tensor in enumerate(self.input_tensors):
             sent, received = self.input_splits[number], sizes.by_tensor[number]
             pieces = self.pieces[number] if self.pieces else None
-            entries.append(Entry(tensor, sent, received, segments[number], pieces, self.places))
+            entries.append(Entry(tensor, sent, received, segments[number], pieces, places))
         return entries
+
+
+@lru_cache(256)  # in each step the same
+def _features_by_rank(order: tuple[int, ...], splits: tuple[int, ...]) -> Places:
+    features = iter(order)
+    return tuple([tuple(islice(features, num)) for num in splits])
 
 
 class PartForm(NamedTuple):
@@ -225,7 +226,7 @@ class InputSizes:
     def entry(self, device: torch.device) -> Entry:
         """Return the rows as an entry of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
         # By column: rows would take much longer. So would `torch.tensor`.
-        on_host = torch.from_numpy(np.array(self._columns, np.int64)).t().contiguous()
+        on_host = torch.from_numpy(np.array(self._columns, np.int64).T.copy())
         on_host = on_host.pin_memory() if device.type == "cuda" else on_host
         one_each = [1] * self._group.size()
         rows = on_host.to(device, non_blocking=True)

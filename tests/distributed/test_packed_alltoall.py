@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], l
         for entry in [*entries]:  # once more, both halves of what a rank sends in the other order
             cuts = [cut for num in entry.sent for cut in (num // 2, num - num // 2)]
             came = [(num - num // 2, num // 2) for num in entry.received]
-            entries.append(Entry(entry.tensor, entry.sent, entry.received, came, cuts, [(1, 0), (3, 2)]))
+            entries.append(Entry(entry.tensor, entry.sent, entry.received, came, cuts, ((1, 0), (3, 2))))
         packed = PackedExchange(entries, group, Streams())
         for entry, received in zip(entries[len(apart) :], [*apart], strict=True):
             first, second, *of_other = received.split([num for (b, a) in entry.segments or () for num in (a, b)])
@@ -79,7 +80,7 @@ def test_what_is_packed_arrives_as_if_sent_apart(two_ranks: Ranks) -> None:
 def test_many_small_pieces_are_joined_as_few_large_ones(data: st.DataObject, sizes: list[list[int]]) -> None:
     tensors = [torch.arange(sum(of_tensor)) + 100 * number for number, of_tensor in enumerate(sizes)]
     numbers = st.integers(0, sum(map(len, sizes)) - 1)
-    orders = data.draw(st.lists(st.lists(numbers, min_size=1), min_size=1, max_size=3))
+    orders = data.draw(st.lists(st.lists(numbers, min_size=1).map(np.array), min_size=1, max_size=3))
     one_by_one = in_order(tensors, sizes, orders)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_alltoall, "FEW_PIECES", 0)
