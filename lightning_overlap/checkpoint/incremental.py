@@ -60,7 +60,7 @@ class RowsFile(NamedTuple):
     places: list[Place]
 
 
-class _Newest(NamedTuple):
+class Newest(NamedTuple):
     """What the next increment stands on: the newest checkpoint. Only rank 0 knows it."""
 
     place: CheckpointPlace
@@ -111,7 +111,7 @@ class Increments:
         self._tables = {name for names in gather_objects(mine, group) for name in names}
         self._num_writes = 0
         self._is_saved = False  # whether what the marks are since has been saved
-        self._newest: _Newest | None = None
+        self._newest: Newest | None = None
         self._increment: Increment | None = None  # whose rows may still be copied
         self._can_link = True
         self._merged: _Merged | None = None  # what a thread has merged; the next save begins to use it
@@ -215,7 +215,7 @@ class Increments:
         if increment is None:
             self._forget_merged()
             num_bytes = sum(file.size for file in checksums.files.values())
-            self._newest = _Newest(place, _identity(place), checksums, {}, checksums.save, num_bytes)
+            self._newest = Newest(place, _identity(place), checksums, {}, checksums.save, num_bytes)
         else:
             before = increment.newest
             assert before is not None
@@ -225,14 +225,14 @@ class Increments:
                 place=place, identity=_identity(place), checksums=checksums, rows=increment.rows, merged=None
             )
 
-    def is_due(self, place: CheckpointPlace) -> bool:
-        """Return whether, on rank 0, the checkpoint at `place` is the newest, and has too many rows since its base."""
+    def due(self, place: CheckpointPlace) -> "Newest | None":
+        """Return, on rank 0, the checkpoint at `place` if it is the newest, and has too many rows since its base."""
         with self._one_change:
             newest, knows = self._newest, self._merged is None and not self._is_lost
         if newest is None or newest.place != place or newest.merged is not None or not knows:
-            return False
+            return None
         is_due = sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes
-        return is_due and newest.is_there()
+        return newest if is_due and newest.is_there() else None
 
     def note_merged(self, increment: "Increment", checksums: Checksums | None) -> None:
         """Note on rank 0, in any thread, what base and rows of a save were merged to; None: the next save is whole."""
@@ -278,7 +278,7 @@ class Increments:
 class Increment:
     """The rows of one save, until they are written."""
 
-    def __init__(self, pieces: Sequence[tuple[str, str, Piece]], newest: _Newest | None, num: int) -> None:
+    def __init__(self, pieces: Sequence[tuple[str, str, Piece]], newest: Newest | None, num: int) -> None:
         self.copy: RowCopy | None = None
         self.pieces, self._num = pieces, num
         self._is_settled, self._is_whole = threading.Event(), False

@@ -350,16 +350,22 @@ def _merge(
     """Merge an incremental checkpoint's rows with its base, to the base of a later one; it stays as it is.
 
     Later ones may be saved meanwhile, and it may be removed. A warning if the merge fails: then the next checkpoint is
-    whole. If any rank's `stop` is set, all is as before.
+    whole. If any rank's `stop` is set, or if it is removed or replaced before its files are known, all is as before.
     """
     target, state = place.merged, cast(State, {})
     for part, name, piece in increment.pieces:
         state.setdefault(part, {})[name] = piece
+    is_read = False  # whether the checkpoint may go
 
     def begin() -> None:
         target.begin(name)
         if isinstance(place, LocalPlace) and isinstance(target, LocalPlace):  # files in a store stay
             shutil.copytree(place.path, target.unfinished / _SOURCE, copy_function=os.link)
+            if not is_there():  # then these may be links to files of two checkpoints
+                raise StoppedError
+
+    def is_there() -> bool:
+        return due is not None and due.is_there()
 
     def finish() -> None:
         files = {key: value for of_rank in written for key, value in of_rank.items()}
@@ -370,30 +376,34 @@ def _merge(
         increments.note_merged(increment, checksums)
 
     increments.discard_used()
-    own = uuid.uuid4().hex, increments.is_due(place), stop.is_set()
-    [(name, is_due, _), *_] = of_ranks = gather_objects(own, group)  # rank 0 knows
+    due = increments.due(place)  # rank 0 knows
+    own = uuid.uuid4().hex, due is not None, stop.is_set()
+    [(name, is_due, _), *_] = of_ranks = gather_objects(own, group)
     if not is_due or any(stops for _, _, stops in of_ranks):
         return
     try:
         on_rank_zero(begin, group)
+        is_read = not place.is_store
         source = LocalPlace(target.unfinished / _SOURCE) if isinstance(target, LocalPlace) else place
         rows = together(partial(MergedRows, source, state, stop), group)
+        is_read = True
         files, writer = _writer_of(target, name)
         save(state, storage_writer=writer, planner=rows, process_group=group, no_dist=group is None)
         written = gather_objects(files.written, group)
         on_rank_zero(finish, group)
     except (CheckpointException, RuntimeError) as err:  # which every rank raises
+        if not is_rank_zero(group):
+            return
         causes = [cause for cause, _ in err.failures.values()] if isinstance(err, CheckpointException) else [err]
-        is_stopped = all(isinstance(cause, StoppedError) for cause in causes)
-        if not is_stopped:
+        has_failed = not all(isinstance(cause, StoppedError) for cause in causes) and (is_read or is_there())
+        if has_failed:
+            increments.note_merged(increment, None)
+        with suppress(OSError):
+            target.discard()
+        if has_failed:
             warn_on_rank_zero(
                 f"could not merge the increments of {place}, so the next checkpoint is whole: {_in_words(err)}"
             )
-        if is_rank_zero(group):
-            if not is_stopped:
-                increments.note_merged(increment, None)
-            with suppress(OSError):
-                target.discard()
 
 
 _SOURCE = "from"  # in an unfinished merge: the checkpoint whose rows are merged

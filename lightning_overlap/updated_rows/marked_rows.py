@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..compat.torch import num_writes
 from ..compat.torchrec import watch_evictions
 from ..runtime import TableAccess
 from ..tables import check_assigned_rows, hands_out_rows, kernel_shards, num_fused_writes, sharded_modules
@@ -19,7 +20,8 @@ class MarkedRows:
 
     `kernels` have the fused tables of this rank, `others` the tables without marks: the dense optimizer's and
     replicated tables. Rows are also marked when they are reset for new ids. Raises a ValueError for rows that cannot be
-    read by number, and for managed collision modules other than `MCHManagedCollisionModule`.
+    read by number, and for managed collision modules other than `MCHManagedCollisionModule`. With `states` writes to
+    optimizer state are counted, too.
     """
 
     def __init__(
@@ -27,16 +29,20 @@ class MarkedRows:
         model: nn.Module,
         access: TableAccess,
         before_update: Callable[[], None],
+        *,
+        states: bool = False,
     ) -> None:
         check_assigned_rows(model)
         kernels = kernel_shards(model)
         self.kernels = [kernel for kernel in kernels if kernel.is_fused]
         self.others = [kernel for kernel in kernels if not kernel.is_fused]
         self._modules = list(sharded_modules(model).values())
+        of_shards = [kinds for kernel in self.kernels if states for kinds in kernel.states()]
+        self._states = [state for kinds in of_shards for state in kinds.values()]  # each shares its write count
         self._access, self._before_update = access, before_update
         self.marks = self.new_marks()
         self._watch = UpdateWatch(self.kernels, self._mark_lookup)
-        self._num_reset_writes = 0
+        self._num_reset_writes = self._num_reset_state_writes = 0
         self._unwatch = [
             watch_evictions(module, partial(self._resetting, name, module))
             for name, module in sharded_modules(model).items()
@@ -71,9 +77,10 @@ class MarkedRows:
     def _resetting(self, name: str, module: nn.Module, rows: Mapping[str, Tensor]) -> Iterator[None]:
         """Mark the rows that a module resets in this context, by table; its writes are no others' writes."""
         self._before_update()
-        before = sum(num_fused_writes(module))
+        before, of_states = sum(num_fused_writes(module)), self._num_state_writes
         yield
         self._num_reset_writes += sum(num_fused_writes(module)) - before
+        self._num_reset_state_writes += self._num_state_writes - of_states
         for kernel, marks in zip(self.kernels, self.marks, strict=True):
             for number, shard in enumerate(kernel.shards):
                 table = shard.name.split(".")[-2]
@@ -103,8 +110,20 @@ class MarkedRows:
 
     @property
     def num_writes(self) -> int:
-        """In-place writes to this rank's fused tables, except marked ones, plus `tables_changed()` calls."""
+        """In-place writes to this rank's fused tables, except marked ones, plus `tables_changed()` calls.
+
+        With `states` those to their optimizer state count, too.
+        """
+        return self.num_weight_writes + self._num_state_writes - self._num_reset_state_writes
+
+    @property
+    def num_weight_writes(self) -> int:
+        """The same without optimizer state."""
         return num_other_writes(self._modules, self._access) - self._num_reset_writes
+
+    @property
+    def _num_state_writes(self) -> int:
+        return sum(map(num_writes, self._states))
 
 
 def num_other_writes(modules: list[torch.nn.Module], access: TableAccess) -> int:

@@ -30,7 +30,7 @@ class TouchedRows:
         on_settled: Callable[[bool], None] | None = None,
     ) -> None:
         self._on_settled = on_settled  # called with what `settle` returns, once for each copy
-        self._marked = MarkedRows(model, access, self._before_update)
+        self._marked = MarkedRows(model, access, self._before_update, states=states)
         self._access, self._streams, self._states = access, access.streams, states
         self._on_device = access.streams.is_async
         others = [kernel for kernel in self._marked.others if not (kernel.is_replicated and rank)]
@@ -118,8 +118,16 @@ class TouchedRows:
 
     @property
     def num_writes(self) -> int:
-        """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls."""
+        """In-place writes to this rank's fused tables, except by their backward, plus `tables_changed()` calls.
+
+        If rows are copied with their optimizer state, those to this state count, too.
+        """
         return self._marked.num_writes
+
+    @property
+    def num_weight_writes(self) -> int:
+        """The same without optimizer state."""
+        return self._marked.num_weight_writes
 
     def begin_base(self) -> None:
         """Remove all marks, and bring the memory of all tables up to date."""

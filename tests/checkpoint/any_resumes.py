@@ -49,6 +49,7 @@ class Drawn:
     scheduler: str = "epochs"
     format: str = "full"
     none: int = -1  # index of a batch that is None, with a loader of the kind "own"
+    resets: bool = False  # the state of the tables' optimizer is written at the end of each epoch
     foreign: bool = False  # the checkpoints have only what Lightning writes, as those of another strategy
 
     @property
@@ -106,7 +107,11 @@ class Watch(Callback):
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self.note(trainer, "epoch_start")
 
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        if module.drawn.resets:
+            for states in module.ebc.fused_optimizer.state.values():
+                for shard in [shard for state in states.values() for shard in getattr(state, "local_shards", list)()]:
+                    shard.tensor.mul_(0.5)
         self.note(trainer, "epoch_end")
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Batch, batch_idx: int) -> None:

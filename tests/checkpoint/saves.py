@@ -182,16 +182,16 @@ def merge_increments(
     save's rows until the fourth is complete and the second removed. Perhaps save the weights alone, too.
     """
     found: list[Merged] = []
-    merges_shard, is_due, released = MergedRows.resolve_data, Increments.is_due, threading.Event()
+    merges_shard, due, released = MergedRows.resolve_data, Increments.due, threading.Event()
 
     def merge_until_told(self: MergedRows, write_item: Any) -> Any:
         if len(found) < 3:
             (released if goes_on else self._stop).wait(60.0)
         return merges_shard(self, write_item)
 
-    def is_due_and_has_saves(self: Increments, place: Any) -> bool:
+    def due_if_it_has_saves(self: Increments, place: Any) -> Any:
         rows = {} if self._newest is None else self._newest.rows
-        return is_due(self, place) and len({name.split("_")[1] for name in rows}) >= after
+        return due(self, place) if len({name.split("_")[1] for name in rows}) >= after else None
 
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -222,7 +222,7 @@ def merge_increments(
 
     model = Model(ROWWISE_ADAGRAD)
     options = {"checkpoint_format": "incremental", "async_checkpoint": asynchronous, "most_increments": 0}
-    has_saves = mock.patch.object(Increments, "is_due", is_due_and_has_saves)
+    has_saves = mock.patch.object(Increments, "due", due_if_it_has_saves)
     held = mock.patch.object(MergedRows, "resolve_data", merge_until_told)
     with (
         warnings.catch_warnings(record=True, action="always") as caught,

@@ -4,6 +4,7 @@ import os
 import posixpath
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import FolderSaver, StorePlace, place_at, read_folder
+from lightning_overlap.checkpoint import FolderSaver, Increments, StorePlace, place_at, read_folder
 from lightning_overlap.checkpoint.checksums import read_checksums
 from lightning_overlap.checkpoint.incremental import is_incremental
 from lightning_overlap.checkpoint.merged_rows import MergedRows
@@ -153,6 +154,30 @@ def stop_a_merge(store: str) -> tuple[bool, list[str]]:
         fit("merged", NUM_STEPS + 1)
         assert not unlisted(of_saves=True)
     return has_begun.is_set(), [str(one.message) for one in caught if "merge" in str(one.message)]
+
+
+def merge_late(folder: Path, address: str) -> tuple[int, list[str], list[str]]:
+    """Begin each merge only as its checkpoint is replaced or removed; return their number, warnings, what is left."""
+    due, num_late = Increments.due, 0
+
+    def due_late(self: Increments, place: Any) -> Any:
+        nonlocal num_late
+        found, until = due(self, place), time.monotonic() + 1.0  # the last one of a fit stays
+        while found is not None and found.is_there() and time.monotonic() < until:
+            time.sleep(0.001)
+        num_late += found is not None and not found.is_there()
+        return found
+
+    with (
+        store_in(folder / "store"),
+        mock.patch.object(Increments, "due", due_late),
+        warnings.catch_warnings(record=True, action="always") as caught,
+    ):
+        fit("merged", NUM_STEPS + 2, address=address)
+        sums: dict[int, set[float]] = {}
+        names = names_in(address) if address == RUN else sorted(os.listdir(address))
+        assert {step_of(f"{address}/{name}", sums) for name in names} == {NUM_STEPS + 2}
+    return num_late, [str(one.message) for one in caught if "merge" in str(one.message)], names
 
 
 def fit_and_resume(folder: str, how: str) -> Any:

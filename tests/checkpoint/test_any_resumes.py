@@ -40,6 +40,7 @@ def draws(draw: Callable[..., Any]) -> Drawn:
         val_every_n_epochs=every,
         scheduler=draw(st.sampled_from(SCHEDULERS)),
         format=draw(st.sampled_from(FORMATS)),
+        resets=draw(st.booleans()),
     )
 
 
@@ -61,6 +62,7 @@ def test_any_resumes_equal_none(get_ranks: Callable[..., Ranks]) -> None:
     @example(drawn=Drawn((Stop("batch_start", 2),), none=1, epochs=1, loader="own-unsized"))
     @example(drawn=Drawn((Stop("batch_end", 1), Stop("batch_start", 1)), none=1, epochs=1, loader="own-unsized"))
     @example(drawn=Drawn((Stop("batch_start", 2), Stop("batch_start", 1)), loader="own-unsized"))  # twice in one batch
+    @example(drawn=Drawn((Stop("epoch_end", 1),), epochs=2, format="incremental", resets=True))
     def holds(drawn: Drawn) -> None:
         assert differences(get_ranks(1), drawn) == [[]]
 

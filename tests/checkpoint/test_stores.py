@@ -34,6 +34,16 @@ def test_a_merge_that_is_stopped_has_not_failed(get_ranks: Any, tmp_path: Path) 
     assert not said
 
 
+@pytest.mark.parametrize("in_store", [False, True])
+def test_a_merge_whose_checkpoint_goes_has_not_failed(get_ranks: Any, in_store: bool, tmp_path: Path) -> None:
+    """It begins as the checkpoint is replaced or removed; a later one is merged."""
+    address = stores.RUN if in_store else str(tmp_path / "run")
+    [(num_late, said, names)] = get_ranks(1).run(stores.merge_late, tmp_path, address)
+    assert num_late > 0
+    assert not said
+    assert names == ["last.ckpt", f"step={NUM_STEPS + 2}.ckpt"]
+
+
 @pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged"])
 def test_a_fit_resumes_from_a_store(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     for whole, resumed in two_ranks.run(stores.fit_and_resume, str(tmp_path), how):

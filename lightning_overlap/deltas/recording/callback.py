@@ -206,7 +206,7 @@ class EmbeddingDeltas(Callback):
 
     def _mark_to_resend(self, known: Sequence[FileName], restored: dict[str, Any] | None) -> tuple[int, int] | None:
         """Mark the rows that replicas may have with other values than at the returned cut; None if unknown."""
-        now = self._writes, self._columns, self._raw_ids
+        now = self._touched.num_weight_writes, self._columns, self._raw_ids
         is_other = restored is None or tuple(map(restored.get, ("writes", "columns", "raw_ids"))) != now
         if self._strategy.any_rank(is_other) or restored is None:
             return None
