@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import Streams
 from ..schedules import Stage, WeightOwner
-from ..tables import owners_of_parts
+from ..tables import frozen_parts, frozen_sent_parts, owners_of_parts
 from .deferred_update import before_gradients
 from .options import SparseOptions
 
@@ -53,8 +53,9 @@ class BackwardFill:
             return bool(self._hooks)
         before: list[torch.Tensor] = []
         for one in flight.modules.values():
-            owners = owners_of_parts(one.module)
-            found = before_gradients(one.embeddings, owners.count(WeightOwner.FUSED_BACKWARD))
+            parts = zip(owners_of_parts(one.module), frozen_parts(one.module), strict=True)
+            num_parts = sum(owner is WeightOwner.FUSED_BACKWARD and not is_frozen for owner, is_frozen in parts)
+            found = before_gradients(one.embeddings, num_parts, num_without=len(frozen_sent_parts(one.module)))
             if found is None:
                 return False
             before += found

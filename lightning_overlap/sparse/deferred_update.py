@@ -186,12 +186,16 @@ class DeferredUpdate:
                 set_joint(gap.collective, gap.leaf)
 
 
-def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients."""
-    # The empty tensors of `_open_gap`. If a part with fused tables has none, the backward may update without a wait.
+def before_gradients(embeddings: object, num_parts: int, num_without: int) -> list[Tensor] | None:
+    """Return the tensors on which a hook runs right before the backward of an early lookup waits for gradients.
+
+    None if the backward may update without such a wait: if some of `num_parts` fused parts have none. `num_without`
+    parts are sent without a graph.
+    """
+    # The empty tensors of `_open_gap`.
     joints = [joint_of(one) for one in collectives_in(embeddings) if is_sent(one)]
     found = [joint for joint in joints if joint is not None and joint.requires_grad]
-    return found if len(found) == len(joints) >= num_parts else None
+    return found if num_parts <= len(found) == len(joints) - num_without else None
 
 
 class _AtLeaf(torch.autograd.Function):

@@ -87,7 +87,6 @@ class Discovery:
                 # The step may pass another input of the batch that has the same keys.
                 num_found=sum(forward.has_keys_of(other) for _, other in kjts),
                 outside=forward.ids_outside(kjt, flight),
-                has_graph=forward.has_graph(kjt),
             )
 
     def inputs_read_in_step(self, batch: Any) -> list[KeyedJaggedTensor | None]:

@@ -98,7 +98,6 @@ class ModuleFlight:
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)  # `tables.num_writes` at the lookup
     rates: list[float] | None = None  # learning rates of its kernels at the lookup, if `SparseOptions.holds_rates`
     autocast: tuple[bool, torch.dtype] | None = None  # `autocast_of` at the lookup
-    has_graph: bool = True  # whether a backward through the embeddings reaches what is trained
     narrow: bool = False  # whether its ids and lengths are sent as 32-bit integers
     num_found: int = 1  # how many KeyedJaggedTensors of this rank's batch have the keys of the module's input
     votes: bool = False  # whether all ranks vote at the call: on some rank another input has the same keys
@@ -193,7 +192,6 @@ class ModuleFlight:
         if (set_rates := options.set_rates) is not None:
             set_rates = self.deferred.with_rates(set_rates, tbes(self.module))
         with (
-            NOTHING if self.has_graph else torch.no_grad(),
             counting(tbes(self.module), self.num_lookups),
             updates_at_present_rate(self.module, set_rates, mends_weights=self.pipeline.mends_weights(self.module)),
             self._deferring_update() if defers_update else NOTHING,

@@ -22,7 +22,6 @@ from ..tables import (
     has_model_parallel_tables,
     holds_sequences,
     ids_fit_32_bits,
-    is_frozen,
     no_samples,
     renew_counts,
     takes_weights,
@@ -59,7 +58,6 @@ class ModuleForward:
         # Found once: they walk all tables.
         self._is_sent = has_model_parallel_tables(module)
         self.narrow = pipeline.options.multi_node and ids_fit_32_bits(module)  # whether ids are sent as 32 bits
-        self._is_frozen = is_frozen(module)
         present = vars(module).get("forward")
         self._original: Callable[..., Any] = present._original if isinstance(present, ModuleForward) else module.forward
         self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
@@ -78,15 +76,6 @@ class ModuleForward:
     def early(self) -> bool:
         """Whether the lookup of coming batches starts early."""
         return self.path is not None and self.unpipelined_reason is None
-
-    def has_graph(self, given: Any) -> bool:
-        """Whether a backward through the embeddings of an input reaches what is trained: tables, or weights of ids.
-
-        As from an unsharded collection, nothing is computed or sent for the backward otherwise. A kernel's weight needs
-        a gradient even if its tables are frozen.
-        """
-        weights = given.weights_or_none() if isinstance(given, KeyedJaggedTensor) else None
-        return not self._is_frozen or (weights is not None and weights.requires_grad)
 
     def has_keys_of(self, kjt: KeyedJaggedTensor) -> bool:
         """Whether its input has the keys of this one, in whatever order."""
@@ -233,10 +222,9 @@ class ModuleForward:
         in_step = flight is not None and pipeline.options.trains
         batch = None if flight is None else flight.index
         hand_over = partial(self._hand_over, batch, in_step=in_step, keeps_saved=checkpointed)
-        with NOTHING if self.has_graph(given) else torch.no_grad():
-            with keeping_saved() if checkpointed else NOTHING:
-                found = self._on_lookup_stream(look_up, arguments, flight)
-            answer = tuple(map(hand_over, found)) if isinstance(found, tuple) else hand_over(found)
+        with keeping_saved() if checkpointed else NOTHING:
+            found = self._on_lookup_stream(look_up, arguments, flight)
+        answer = tuple(map(hand_over, found)) if isinstance(found, tuple) else hand_over(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
             pipeline.step.kept_answers[self.name, id(given)] = SentInput(given), given, answer
         return answer

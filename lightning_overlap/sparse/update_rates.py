@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..compat.fbgemm import FusedKernel, lookup_counts, uncount
 from ..compat.torchrec import lookups_of, set_weights
 from ..runtime import NOTHING, Streams
-from ..tables import SetRates, tables_of, tbes_within
+from ..tables import SetRates, parts_trained_here, tables_of, tbes_within
 from .loss_guard import with_finite_weights
 from .other_forwards import other_forwards
 
@@ -68,10 +68,11 @@ def updates_at_present_rate(
     set_rates = set_rates or _leave_rates
     set_rates()
     # Every part with a TBE, also of the dense optimizer, which owns a part if one of its tables has a dense kernel.
-    parts = [(lookup, tbes_within([lookup])) for lookup in lookups_of(tables_of(module))]
-    return other_forwards(
-        [(part, _FusedLookup(part.forward, tbes, set_rates, mends_weights)) for part, tbes in parts if tbes]
-    )
+    parts = [
+        (lookup, _FusedLookup(lookup.forward, tbes_within([lookup]), trains, set_rates, mends_weights))
+        for lookup, trains in zip(lookups_of(tables_of(module)), parts_trained_here(module), strict=True)
+    ]
+    return other_forwards([(lookup, fused) for lookup, fused in parts if fused.kernels])
 
 
 def _leave_rates() -> None:
@@ -84,13 +85,17 @@ class _FusedLookup:
 
     forward: Callable[[KeyedJaggedTensor], Tensor]
     kernels: Kernels
+    trains: bool  # whether they train any table
     set_rates: SetRates
     mends_weights: bool
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         # There is no backward without an input that requires a gradient, as weights of feature processors do.
         weights = features.weights_or_none()
-        anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
+        trained_weights = weights if weights is not None and weights.requires_grad else None
+        if trained_weights is None and not self.trains:
+            return self.forward(features)  # of frozen tables: they have no graph
+        anchor = torch.zeros((), requires_grad=True) if trained_weights is None else trained_weights
         embeddings: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
         return embeddings
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 from ..compat.torch import forget_in_backward, own_arguments_in_backward
 from ..compat.torchrec import forget_whole_weights, lookups_of
 from ..text import check_known, some
+from .frozen import leave_out_frozen
 from .kernel_checks import check_kernels, check_kernels_of_sharded
 from .left_behind import leave_shards_behind
 from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
@@ -200,6 +201,7 @@ def _annotate(
         sharded.asked_for = asked_for
         sharded.second_part = planned.second.get(name, [])
         sharded.kept_plan = planned.plan.get_plan_for_module(name), replicated
+        leave_out_frozen(sharded)
 
 
 def seed_shards(rank: int) -> None:

@@ -71,16 +71,6 @@ def configs_of(tables: Any) -> list[Any]:
     return torchrec.configs_of_bags(tables) if is_pooled else torchrec.configs_of_sequences(tables)
 
 
-def is_frozen(module: Any) -> bool:
-    """Return whether this package has sharded a collection's tables and all of them are frozen (requires_grad=False).
-
-    Not of modules with feature processors or managed collisions, whose lookups train or write something else, nor of
-    FusedEmbeddingBagCollection and others that train their tables whatever `requires_grad` says.
-    """
-    frozen = getattr(module, "frozen_tables", ())
-    return type(module) in TABLE_TYPES and {config.name for config in configs_of(module)} <= set(frozen)
-
-
 def holds_sequences(module: Any) -> bool:
     """Return whether a module returns an embedding for each id instead of pooled embeddings."""
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
@@ -187,10 +177,15 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     return f"its tables are sharded over ranks {ranks}, not over all ranks {everyone} (2D sharding or another group)"
 
 
+def keeps_rows_in_cache(planned: Any) -> bool:
+    """Return whether the kernel of a table, whose `ParameterSharding` this is, keeps rows in a cache."""
+    return planned.compute_kernel not in _WITHOUT_CACHE
+
+
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
     """Return why an early lookup may evict rows from a cache that a backward needs, or None; a prefetch locks them."""
     plan = tables.module_sharding_plan
-    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}
+    cached = {table: parameter for table, parameter in plan.items() if keeps_rows_in_cache(parameter)}
     if not cached:
         return None
     kernels = {parameter.compute_kernel for parameter in cached.values()}

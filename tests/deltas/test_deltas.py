@@ -95,6 +95,29 @@ def test_other_kinds_of_tables_beside_evaluations(ranks: Ranks, tmp_path: Path, 
     send(ranks, tmp_path, OTHERS[name], pipeline, every_n_steps=2, data=Validated, val_check_interval=3)
 
 
+class PartlyFrozen(Model):
+    """Half of the tables are frozen."""
+
+    frozen = ("t0", "t2")
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        for name in self.frozen:
+            bag = self.ebc.embedding_bags[name]
+            bag.weight = torch.nn.Parameter(bag.weight.detach(), requires_grad=False)
+
+
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
+def test_no_row_of_a_frozen_table_is_sent_after_the_first_cut(two_ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
+    send(two_ranks, tmp_path, _case(("table_wise", "table_wise", "row_wise")), pipeline, model=PartlyFrozen)
+    sent = {name: [] for name in ("t0", "t1", "t2")}
+    for file in files_in(tmp_path):
+        for rows in file.rows:
+            sent[rows.table.split(".")[-2]].append(file.header.is_base)
+    assert all(map(all, (sent["t0"], sent["t2"])))
+    assert not all(sent["t1"])
+
+
 def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(two_ranks: Ranks, tmp_path: Path) -> None:
     kwargs = {"num_steps": 40, "sink": {"delay_s": 0.1}, "deltas": {"dense": False}}
     send(two_ranks, tmp_path, ALL, "semi_sync_deferred", **kwargs)

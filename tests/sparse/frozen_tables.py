@@ -1,20 +1,26 @@
 """Fits with frozen tables, and a plain loop that looks them up without gradients. Functions that ranks run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.compat.torchrec import kernels_in, lookups_of
 from lightning_overlap.tables import table_modules
 
-from ..support.cases import Batch, Case, Model, make_batch, make_plan
-from ..support.reference import Result
+from ..support import reference
+from ..support.cases import Batch, Batches, Case, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
 from . import caller_fits
 from .callers import NUM_STEPS, TrainsWeights
+from .update_rates import Rates, Scheduled
 from .variants import Variant
 
 
@@ -80,3 +86,99 @@ def trained_weights(case: Case, pipeline: str) -> tuple[float, dict[str, list[bo
     plan = make_plan(case, module, dist.get_world_size())
     caller_fits.fit(module, plan, Variant(case, "", NUM_STEPS), pipeline, limit_val_batches=0)
     return module.scale.item(), module.graphs
+
+
+# -- frozen tables beside trained ones ---------------------------------------------------------------------------------
+
+
+class Beside(Scheduled):
+    """Some tables are frozen; it notes of each lookup which parts of its embeddings have a graph."""
+
+    def __init__(self, case: Case, frozen: Sequence[str], rates: Rates) -> None:
+        super().__init__(case, fused_optimizer=False)
+        for name in frozen:
+            table_of(self, name).requires_grad_(False)
+        self.frozen, self.factor = frozen, rates
+        self.wrong: set[str] = set()
+
+    def make_dense_optimizer(self) -> torch.optim.Optimizer:
+        self._watch()
+        cls, kwargs = self.case.dense
+        own = in_backward_optimizer_filter(self.named_parameters())
+        return cls([weight for _, weight in own if weight.requires_grad], **kwargs)
+
+    def _watch(self) -> None:
+        for module in table_modules(self).values():
+            plan = module.module_sharding_plan
+            trained = {how.sharding_type for name, how in plan.items() if name not in self.frozen}
+            for kind, lookup in zip(module._sharding_types, lookups_of(module), strict=True):
+                if isinstance(lookup, DistributedDataParallel):
+                    assert kind in trained
+                    continue
+                self._expect(lookup, kind, kind in trained)
+                for tables, kernel in kernels_in(lookup):
+                    names = [table.name for table in tables]
+                    self._expect(kernel, f"{kind}: {names}", not set(names) <= set(self.frozen))
+
+    def _expect(self, part: nn.Module, name: str, has_graph: bool) -> None:
+        def look(_: nn.Module, args: Any, embeddings: Tensor) -> None:
+            if embeddings.requires_grad is not has_graph:
+                self.wrong.add(f"{name} has {'no ' if has_graph else 'a '}graph")
+
+        part.register_forward_hook(look)
+
+
+def table_of(model: Model, name: str) -> nn.Parameter:
+    [weight] = [weight for key, weight in model.named_parameters() if key.split(".")[-2:] == [name, "weight"]]
+    return weight
+
+
+def without(frozen: Sequence[str], result: Result) -> Result:
+    """Leave frozen tables out of a result: the reference has them elsewhere, and with optimizer states."""
+    kept = {
+        part: {key: value for key, value in getattr(result, part).items() if key.split(" ")[0] not in frozen}
+        for part in ("tables", "fused_state", "dense_state")
+    }
+    return replace(result, **kept)
+
+
+def fit_beside(case: Case, frozen: Sequence[str], pipeline: str, factors: list[float]) -> tuple[Result, list[str]]:
+    """Train with frozen tables beside trained ones; return the rest of the result, and what is wrong."""
+    model = Beside(case, frozen, Rates(factors))
+    before = {name: table_of(model, name).detach().clone() for name in frozen}
+    trained = [table for table in case.tables if table.name not in frozen and table.sharding != "data_parallel"]
+    plan = make_plan(case, Model(case), dist.get_world_size())  # with fused kernels, as tables have optimizers there
+    optimizer = case.optimizer if trained else None
+    trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding=plan, fused_optimizer=optimizer))
+    trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
+    return without(frozen, collect(model, trainer.optimizers[0], model.losses)), [*model.wrong, *moved(model, before)]
+
+
+def moved(model: Model, before: Mapping[str, Tensor]) -> list[str]:
+    """Return the shards of frozen tables that have changed by a bit."""
+    found = []
+    for key, value in model.state_dict().items():
+        if (whole := before.get(key.split(".")[-2])) is None:
+            continue
+        if not hasattr(value, "local_shards"):
+            parts = [(value, whole)]
+        else:
+            shards = [
+                (one.tensor, *one.metadata.shard_offsets, *one.metadata.shard_sizes) for one in value.local_shards()
+            ]
+            parts = [(tensor, whole[row : row + rows, at : at + num]) for tensor, row, at, rows, num in shards]
+        found += [f"{key} has moved" for now, then in parts if now.view(torch.int32).ne(then.view(torch.int32)).any()]
+    return found
+
+
+def by_hand_beside(case: Case, frozen: Sequence[str], staleness: int, factors: list[float]) -> Result:
+    """Train in a plain loop that updates frozen tables, too, at a rate of 0; none is data-parallel there."""
+    at_zero = [
+        replace(table, lr=0.0, sharding="column_wise" if table.sharding == "data_parallel" else table.sharding)
+        if table.name in frozen
+        else table
+        for table in case.tables
+    ]
+    seen = reference.Delayed(staleness) if staleness else None
+    other = replace(case, tables=tuple(at_zero))
+    return without(frozen, reference.train_delayed(other, seen, num_steps=NUM_STEPS, factor=Rates(factors)))
