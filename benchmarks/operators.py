@@ -11,7 +11,7 @@ most: read differences between the arms, and take step times from `overlap-bench
 
 An arm is a name of `overlap-bench` and what is set otherwise for it alone: any override of `overlap-bench`
 (`strategy.gradient_as_bucket_view=false`), `frozen=4` (the model's first four tables have requires_grad=False) or
-`at_rate_0=4` (SGD updates them at a rate of 0). With `--bare` there is no profiler. A line has an arm's CPU time and the
+`at_rate_0=4` (SGD updates them at a rate of 0). With `--bare` there is no profiler. A line has an arm's CPU time and
 time of a step, means of the ranks, as medians of the rounds, and the ratios to the first arm's of the same round.
 """
 
@@ -76,7 +76,7 @@ def _measure(bench: str, options: argparse.Namespace) -> None:
 
     config = config_of(bench, options.ranks, options.set)
     train_worker.prepare(config, ".*")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each fit names its tables
+    logging.getLogger("lightning.pytorch.lightning_overlap").setLevel(logging.WARNING)  # else each fit names its tables
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     configs = {arm: config_of(bench, options.ranks, [*options.set, *others_in(arm)]) for arm in options.arms}

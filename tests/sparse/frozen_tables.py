@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.compat.torchrec import kernels_in, lookups_of
+from lightning_overlap.sparse.backward_fill import BackwardFill
 from lightning_overlap.tables import table_modules
 
 from ..support import reference
@@ -152,6 +154,19 @@ def fit_beside(case: Case, frozen: Sequence[str], pipeline: str, factors: list[f
     trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding=plan, fused_optimizer=optimizer))
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return without(frozen, collect(model, trainer.optimizers[0], model.losses)), [*model.wrong, *moved(model, before)]
+
+
+def fills(case: Case, frozen: Sequence[str], pipeline: str) -> list[bool]:
+    """Train; return of each backward whether rows of the schedule run while it waits."""
+    register, found = BackwardFill.register, []
+
+    def note(self: BackwardFill, *args: Any) -> bool:
+        found.append(register(self, *args))
+        return found[-1]
+
+    with mock.patch.object(BackwardFill, "register", note):
+        fit_beside(case, frozen, pipeline, [1.0])
+    return found
 
 
 def moved(model: Model, before: Mapping[str, Tensor]) -> list[str]:

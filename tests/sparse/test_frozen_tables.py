@@ -97,3 +97,11 @@ def test_frozen_tables_beside_trained_ones(
     for (mine, wrong), theirs in zip(found, expected, strict=True):
         assert wrong == []
         assert mine.differences(theirs) == []
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_a_backward_that_waits_for_other_ranks_is_filled_as_without_them(two_ranks: Ranks, sharding: str) -> None:
+    case, frozen = case_of([(sharding, True), ("table_wise", False)], "bags", "sgd")
+    expected = two_ranks.run(frozen_tables.fills, case, [], "semi_sync")
+    assert all(map(any, expected))
+    assert two_ranks.run(frozen_tables.fills, case, frozen, "semi_sync") == expected
