@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
 import statistics
 import time
-import warnings
 from typing import Any
 
 import numpy as np
+import quiet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -104,13 +103,12 @@ def train(options: argparse.Namespace, lengths: str, arm: str) -> Model:
         sharding="row_wise",
         balance=Balance(cost_of(options.dim)) if arm == "balanced" else None,
     )
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         max_epochs=1,
-        **dict.fromkeys(quiet, False),
+        **quiet.OPTIONS,
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))
     return model
@@ -127,8 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads-share", action="store_true", help="there are more ranks than cores")
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet.be_quiet()
     torch.set_num_threads(1)
     found: dict[tuple[str, str], list[Any]] = {}
     for _ in range(options.rounds):

@@ -11,16 +11,16 @@ reading, and copying into the tables and their optimizer. Wall clock and CPU tim
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import quiet
 
 NUM_ROWS, DIM, NUM_TABLES = 390_000, 64, 2  # 100 MB each
 
@@ -30,9 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    quiet.be_quiet()
     with tempfile.TemporaryDirectory() as folder:
         for checkpoint_format in ("sharded", "full"):
             path = Path(folder) / checkpoint_format
@@ -111,11 +109,8 @@ def measure(path: Path, checkpoint_format: str, rounds: int) -> dict[bool, list[
     strategy = OverlapEmbeddingStrategy(
         checkpoint_format=checkpoint_format, fused_optimizer=(torch.optim.SGD, {"lr": 0.1}), replicate_tables=False
     )
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
     trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=[LoadsAtTheEnd()], **quiet
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=[LoadsAtTheEnd()], **quiet.OPTIONS
     )
     data = torch.utils.data.DataLoader(list(batches()), batch_size=None)
     trainer.fit(Tables(), data)

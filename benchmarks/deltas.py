@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
 import shutil
 import statistics
@@ -22,13 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import quiet
 
 WARM_UP = 20
 BLOCK = 10
@@ -74,9 +74,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where files go; left out: a disk in memory, if there is one")
     options = parser.parse_args()
     options.size = options.size or {"cost": "small", "missed": "tiny"}[options.what]
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch.utilities.rank_zero", "lightning.fabric", "torch.fx", "root"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    quiet.be_quiet()
     if "RANK" in os.environ:
         {"cost": _measure_cost, "missed": _measure_missed}[options.what](options)
         return
@@ -418,9 +416,8 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,
         strategy=strategy,
-        use_distributed_sampler=False,
         callbacks=callbacks,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        **quiet.OPTIONS,
     )
     trainer.fit(Model(), DataLoader(batches, batch_size=None))
 

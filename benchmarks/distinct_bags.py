@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
 import statistics
 import time
-import warnings
 from typing import Any
 
+import quiet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -98,11 +97,7 @@ def fit(options: argparse.Namespace, share: float, arm: str) -> Any:
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=1,
         strategy=OverlapEmbeddingStrategy("fused_sparse_dist", sharding="table_wise", fused_optimizer=sgd),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **quiet.OPTIONS,
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     marks = itertools.pairwise(model.marks)
@@ -119,9 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps per arm and round")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    quiet.be_quiet()
     torch.set_num_threads(1)
     for share in options.shares:
         times: dict[str, list[Any]] = {arm: [] for arm in ARMS}

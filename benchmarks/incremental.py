@@ -12,16 +12,16 @@ steps after it, of ten steps without saves. "first": how long training stands fo
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import quiet
 
 DIM, EVERY, NUM_SAVES, BAG = 32, 10, 5, 20
 DELTAS = "deltas"  # a cut every ten steps in the place of a checkpoint
@@ -54,9 +54,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=list(FORMS)[1:], default=list(FORMS)[1:])
     parser.add_argument("--folder", help="where checkpoints are written; the default is the system's")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    quiet.be_quiet()
     print(
         "| rows a step | form | written | of the touched rows | stands | of ten steps | all, of none | first | load |"
     )
@@ -161,13 +159,12 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float, *, d
     sent: list[int] = []
     cuts, form = Cuts(folder, EVERY, **form if deltas else {}), {} if deltas else form
     callbacks: list[Callback] = [cuts, Saves()] if deltas else [Saves()]
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
     strategy = OverlapEmbeddingStrategy(
         fused_optimizer=(RowWiseAdagrad, {"lr": 0.1}), replicate_tables=False, sharding="table_wise", **form
     )
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **quiet)
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **quiet.OPTIONS
+    )
     trainer.fit(Table(), torch.utils.data.DataLoader(list(batches()), batch_size=None))
     return found
 

@@ -18,17 +18,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import logging
 import os
 import statistics
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from unittest import mock
+
+import quiet
 
 NUM_STEPS = 14
 STEADY = range(7, 11)
@@ -49,9 +49,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="*", default=[], help="widths of hidden layers")
     parser.add_argument("--modes", nargs="*", default=[], help="base and other modes, without options; default: all")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    quiet.be_quiet()
     if "RANK" in os.environ:
         measure("pools" if options.pools else options.device, Work(options.batch_size, options.layers), options.modes)
         return
@@ -206,10 +204,7 @@ def train(arm: Arm, work: Work, device: str, at_start: Any, look: Any, strategy_
         strategy=strategy,
         max_epochs=1,
         callbacks=[Timestamps()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **quiet.OPTIONS,
     )
     trainer.fit(Model(), DataLoader(Data(), batch_size=None))
 

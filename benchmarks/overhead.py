@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import itertools
-import logging
 import os
 import pstats
 import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -40,9 +38,9 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="a data loader without a length")
     parser.add_argument("--profile", action="store_true", help="print the functions that take most of a step")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    import quiet  # here: its path is known to a script alone
+
+    quiet.be_quiet()
     if "RANK" in os.environ:
         _measure_steps(options)
         return
@@ -165,6 +163,7 @@ def _measure_steps(options: argparse.Namespace) -> None:
 
 def _fit(arm: str, options: argparse.Namespace, profiler: cProfile.Profile | None = None) -> tuple[list[float], float]:
     """Return the milliseconds of each step, and of the CPU in all threads of this rank for a step."""
+    import quiet
     import torch
     from lightning.pytorch import LightningModule, Trainer, seed_everything
     from lightning.pytorch.strategies import DDPStrategy
@@ -231,11 +230,7 @@ def _fit(arm: str, options: argparse.Namespace, profiler: cProfile.Profile | Non
         devices=num_ranks,
         max_epochs=1,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **quiet.OPTIONS,
         callbacks=[OverlapMonitor(audit=False, table=False)] if arm == WATCHED else [],
     )
     trainer.fit(model, DataLoader(Stream() if options.stream else batches, batch_size=None))  # type: ignore[arg-type]

@@ -20,7 +20,6 @@ import argparse
 import cProfile
 import functools
 import json
-import logging
 import os
 import pstats
 import resource
@@ -28,12 +27,13 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+import quiet
 
 if TYPE_CHECKING:
     import torch
@@ -268,7 +268,7 @@ def _be_rank_zero(options: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(options.limit_gb * 2**30), -1))
     import torch
 
-    be_quiet()
+    quiet.be_quiet()
     torch.set_num_threads(1)
     [ranks], [tables] = options.ranks, options.tables
     counts = make_ranks(ranks)
@@ -288,13 +288,6 @@ def _be_rank_zero(options: argparse.Namespace) -> None:
                 into = measured[name]
                 into[what] = [*into[what], number] if isinstance(into[what], list) else number
     print(json.dumps(measured))
-
-
-def be_quiet() -> None:
-    """Show no warnings."""
-    warnings.simplefilter("ignore")
-    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx", "lightning_overlap"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 class Arms:
@@ -502,11 +495,7 @@ class Arms:
             num_nodes=self._ranks // local,
             max_epochs=1,
             strategy=strategy,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **quiet.OPTIONS,
         )
         batches: Any = [self._batch() for _ in range(self._num_steps)]
         with mock.patch.object(sys, "stdout", sys.stderr):

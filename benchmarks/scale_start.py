@@ -65,11 +65,12 @@ def _in_new_process(kind: str, ranks: int, tables: int, limit_s: int) -> list[st
 
 
 def _measure(options: argparse.Namespace) -> list[str]:
+    import quiet
     import torch
-    from scale import Arms, be_quiet, make_ranks
+    from scale import Arms, make_ranks
 
     [ranks], [tables], [kind] = options.ranks, options.tables, options.sharding
-    be_quiet()
+    quiet.be_quiet()
     torch.set_num_threads(1)
     counts = make_ranks(ranks)
     sizes = argparse.Namespace(batch_size=8, steps=0, sharding=kind)
