@@ -63,7 +63,20 @@ class HashedFile:
         self._file.close()
 
 
-class HashingFiles(FileSystemBase):
+class CheckpointFiles(FileSystemBase):
+    """Files of a checkpoint for `torch.distributed.checkpoint`, which uses each path as it is given."""
+
+    @override
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    @override
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class HashingFiles(CheckpointFiles):
     """Files for a writer of `torch.distributed.checkpoint`; `written` has what each was, by name.
 
     Args:
@@ -94,17 +107,8 @@ class HashingFiles(FileSystemBase):
         return self._files.concat_path(path, suffix)
 
     @override
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    @override
     def mkdir(self, path: Any) -> None:
         self._files.mkdir(path)
-
-    @override
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     @override
     def exists(self, path: Any) -> bool:
@@ -230,7 +234,7 @@ def _parsed(place: Place, content: Any, base: Checksums | None) -> Checksums:
     return Checksums(place, str(content["save"]), files, base)
 
 
-class CheckedFiles(FileSystemBase):
+class CheckedFiles(CheckpointFiles):
     """Files for a reader of `torch.distributed.checkpoint`, each checked before it is read; a path is a name."""
 
     checksums: Checksums
@@ -256,15 +260,6 @@ class CheckedFiles(FileSystemBase):
     @override
     def mkdir(self, path: Any) -> None:
         raise NotImplementedError("it is only read")
-
-    @override
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    @override
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     @override
     def exists(self, path: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from typing_extensions import override
 
 from ..text import message_without_secrets, without_secrets
-from .checksums import SAVE_NAME, Checksums, read_checksums
+from .checksums import SAVE_NAME, CheckpointFiles, Checksums, read_checksums
 from .not_checkpoints import CHECKSUMS_NAME, DamagedError
 from .places import MERGED_NAME, LocalPlace, Place, StoppedError
 
@@ -368,7 +368,7 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield str(name), value
 
 
-class _UploadedFiles(FileSystemBase):
+class _UploadedFiles(CheckpointFiles):
     """Files that a writer of `torch.distributed.checkpoint` writes: each is uploaded as it is written.
 
     Not torch's FsspecWriter: its files get `os.sync()`, which waits for every disk of the host, and a file whose
@@ -405,17 +405,8 @@ class _UploadedFiles(FileSystemBase):
             self._files.rm_file(path)
 
     @override
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    @override
     def mkdir(self, path: Any) -> None:
         """Do nothing: `begin` has made the folder."""
-
-    @override
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     @override
     def exists(self, path: Any) -> bool:
