@@ -335,16 +335,13 @@ def _steps(path: Path) -> list[list[Any]]:
 
 def run(seeds: Sequence[int], folder: Path) -> Iterator[tuple[Trial, int, list[str]]]:
     """Run the trials of seeds; yield each with the number of its faults that happened and what is wrong."""
-    references: dict[str, Path] = {}
-    trials = [of_seed(seed) for seed in seeds]
     agents = Agents(folder)
     # All modes of the trials are exact: one reference serves all of them.
     plain = Trial(-1, (), "base", "full", asynchronous=False, every=100, most_increments=5)
-    for _, reference, code in agents.run([plain]):
-        assert code == 0, (reference / "agent.log").read_text(encoding="utf-8")
-        references["base"] = reference
-    for trial, place, code in agents.run(trials):
-        found = wrong(place, code, references["base"])
+    [(_, reference, code)] = agents.run([plain])
+    assert code == 0, (reference / "agent.log").read_text(encoding="utf-8")
+    for trial, place, code in agents.run([of_seed(seed) for seed in seeds]):
+        found = wrong(place, code, reference)
         yield trial, len(list(place.glob("fault_*"))), found
         if not found:
             shutil.rmtree(place)
