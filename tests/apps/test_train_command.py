@@ -1,7 +1,8 @@
-"""`overlap-train` as a user meets it: a process in another folder; forked, if not marked as started anew."""
+"""`overlap-train` as a user meets it: a process in another folder."""
 
 import contextlib
 import csv
+import io
 import json
 import os
 import signal
@@ -11,9 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+
+from lightning_overlap.train import main
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +108,15 @@ def test_two_modes_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> None:
-    done = train(tmp_path, "-m", *SMALL, "pipeline=base,semi_sync", "sharding=data_parallel", "trainer.max_steps=6")
+    done = train(
+        tmp_path,
+        "-m",
+        *SMALL,
+        "pipeline=base,semi_sync",
+        "sharding=data_parallel",
+        "trainer.max_steps=6",
+        "trainer.devices=1",
+    )
     folders = [path.parent for path in sorted(tmp_path.glob("multirun/*/*/*/summary.json"))]
     assert [summary_of(folder)["mode"] for folder in folders] == ["base", "semi_sync"]
     head, _, *rows = done.stdout[done.stdout.rindex("\nrun  ") :].splitlines()[1:5]
@@ -134,7 +146,15 @@ def test_a_checkpoint_is_saved_tested_and_gone_on_from_and_tensorboard_gets_what
     assert "\nsteps " in tested.stdout
     assert "step time" not in tested.stdout
 
-    train(tmp_path, *arguments, "callbacks=none", "hydra.run.dir=third", "trainer.max_epochs=2", checkpoint)
+    train(
+        tmp_path,
+        *arguments,
+        "callbacks=none",
+        "hydra.run.dir=third",
+        "trainer.max_epochs=2",
+        "trainer.devices=1",
+        checkpoint,
+    )
     assert summary_of(tmp_path / "third")["num_steps"] == 20  # of 40: the first epoch's are done
 
 
@@ -143,29 +163,51 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return modes[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("pipeline=async_lookup_3_deferred",), 2, "pipeline=async_lookup pipeline.staleness=3 pipeline.defer_update"),
-        (("pipeline=fused_sparse_dst",), 2, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'"),
-        (("sed=3",), 2, "unknown key 'sed'. Did you mean 'seed'"),
-        (("pipline=base",), 2, "unknown key 'pipline'. Did you mean 'pipeline'"),
-        (("hydra.rn.dir=here",), 2, "unknown key 'hydra.rn'. Did you mean 'hydra.run'"),
-        (("+pipline=base",), 1, "Did you mean pipeline=...?"),
-        (("experiment=adult_income", "data.path=../no/adult.gz"), 1, "FileNotFoundError: '../no/adult.gz' does not"),
-        (SMALL, 1, "the run folder cannot be written. Start the command in a writable folder"),
-    ],
-    ids=["printed_name", "name", "option", "group", "nested", "added", "data", "folder"],
+WRONG: tuple[tuple[tuple[str, ...], int, str], ...] = (
+    (("pipeline=async_lookup_3_deferred",), 2, "pipeline=async_lookup pipeline.staleness=3 pipeline.defer_update"),
+    (("pipeline=fused_sparse_dst",), 2, "unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'"),
+    (("sed=3",), 2, "unknown key 'sed'. Did you mean 'seed'"),
+    (("pipline=base",), 2, "unknown key 'pipline'. Did you mean 'pipeline'"),
+    (("hydra.rn.dir=here",), 2, "unknown key 'hydra.rn'. Did you mean 'hydra.run'"),
+    (("+pipline=base",), 1, "Did you mean pipeline=...?"),
+    (("experiment=adult_income", "data.path=../no/adult.gz"), 1, "FileNotFoundError: '../no/adult.gz' does not"),
+    (SMALL, 1, "the run folder cannot be written. Start the command in a writable folder"),
 )
-def test_what_is_wrong_is_said_without_a_traceback(
-    tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
-) -> None:
-    if arguments == SMALL:
-        (tmp_path / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
-    done = train(tmp_path, *arguments, code=code)
-    assert done.stderr.startswith("error: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+
+
+def refusals(folder: Path) -> list[tuple[Any, str]]:
+    """Call the command in this process, for each of `WRONG` in a folder of its own; return exit codes and stderr."""
+    found = []
+    for number, (arguments, _, _) in enumerate(WRONG):
+        place = folder / str(number)
+        place.mkdir()
+        if arguments == SMALL:
+            (place / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
+        own = mock.patch.dict(os.environ, environment(), clear=True), mock.patch.object(sys, "argv", ["", *arguments])
+        with own[0], own[1], contextlib.chdir(place), contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                main()
+            except SystemExit as end:
+                found.append((end.code, said.getvalue()))
+    return found
+
+
+def test_what_is_wrong_is_said_without_a_traceback(get_ranks: Any, tmp_path: Path) -> None:
+    ranks = get_ranks(1)
+    [found] = ranks.run(refusals, tmp_path)
+    ranks.close()  # the command has changed its process, by Hydra's logs for one
+    for (arguments, code, words), (exit_code, said) in zip(WRONG, found, strict=True):
+        assert (exit_code, said[:7]) == (code, "error: "), arguments
+        assert words in said
+        assert "Traceback" not in said
+
+
+def test_a_process_of_the_command_says_nothing_else(tmp_path: Path) -> None:
+    arguments, code, words = WRONG[1]
+    said = train(tmp_path, *arguments, code=code).stderr
+    assert said.startswith("error: ")
+    assert words in said
+    assert "Traceback" not in said
 
 
 def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None:
