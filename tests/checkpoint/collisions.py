@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchrec
+from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -64,6 +65,18 @@ class Setting:
     def hash(self, ids: Tensor) -> Tensor:
         """Return what the module gives rows to; not what the function would return for that."""
         return scrambled(ids, self.hash_size) if self.hashed else ids
+
+
+def drawn_settings(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Setting]:
+    return st.builds(
+        Setting,
+        policy=st.sampled_from(sorted(POLICIES)),
+        interval=st.integers(1, 5),
+        num_ids=st.sampled_from([20, 90]),
+        hash_size=st.sampled_from([0, 1000]),
+        sequences=st.booleans(),
+        **more,
+    )
 
 
 def scrambled(ids: Tensor, hash_size: int) -> Tensor:
@@ -231,8 +244,8 @@ def refused_increments() -> tuple[str, int]:
 
 
 def resume_differs(setting: Setting, folder: str, stop: int, **options: Any) -> list[str]:
-    """Fit at once, with a save after each batch; and from that after `stop` batches, 0: after the first epoch."""
-    whole = fit(setting, folder, save_at=tuple(range(EPOCH * EPOCHS)), **options)
+    """Fit at once and from `stop` batches on, 0: from the first epoch's end; with saves until two batches later."""
+    whole = fit(setting, folder, save_at=tuple(range((stop or EPOCH) + 3)), **options)
     rest = fit(setting, folder, load=f"step={stop}" if stop else "epoch=0", seed=44, **options)
     return rest.differences(whole)
 

@@ -107,6 +107,14 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def flip(path: Path, at: int) -> None:
+    """Change a byte of a file; what other names it has, as those of hard links, keep the old content."""
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
 @contextmanager
 def changed(path: Path, change: Callable[[bytearray], None]) -> Iterator[None]:
     content = path.read_bytes()
@@ -237,14 +245,8 @@ def damage_full_file(folder: str, at: int) -> str:
     def check(load: Load) -> None:
         nonlocal said
         path = Path(folder) / str(SAVED_AT[1])
-
-        def damage() -> None:
-            content = bytearray(path.read_bytes())
-            content[at % len(content)] ^= 255
-            path.write_bytes(content)
-
         load(path)
-        _on_rank_zero(damage)
+        _on_rank_zero(lambda: flip(path, at))
         said = message(load, path)
 
     save_and_check(Path(folder), "full", check)

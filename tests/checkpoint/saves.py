@@ -27,6 +27,7 @@ from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import make_strategy, make_trainer
 from .checkpoints import Evaluated, EvaluatedBatches, Trained, parts_of, save_to, train
+from .damages import flip
 
 
 class SaveAt(Callback):
@@ -212,10 +213,7 @@ def merge_increments(
             found.append(Merged(saves_of_rows, is_exact))
             dist.barrier()
             if damages and step == 2 and dist.get_rank() == 0:
-                file = max((path / "base").glob("*.distcp"), key=lambda one: one.stat().st_size)
-                content = file.read_bytes()
-                file.unlink()  # it has other names
-                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+                flip(max((path / "base").glob("*.distcp"), key=lambda one: one.stat().st_size), -1)
             dist.barrier()
             if goes_on and step == 3:
                 trainer.strategy.remove_checkpoint(path.with_name("2.ckpt"))

@@ -27,8 +27,8 @@ from lightning_overlap.checkpoint.not_checkpoints import CHECKSUMS_NAME
 from ..support.cases import TABLE_WISE, Batches
 from ..support.fits import make_trainer
 from . import checkpoints
+from .crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at, options_of
 from .object_store import Objects, before_each_change, needing, store_in
-from .test_crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at, options_of
 
 RUN = "objects://bucket/run"
 

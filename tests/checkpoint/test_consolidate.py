@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from lightning_overlap.checkpoint.checksums import read_seal
 from lightning_overlap.consolidate import main
 
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec
+from ..support.disk_changes import before_each_change, killed_before
 from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import RankError, Ranks
 from . import object_store, stores
-from .test_crashes import before_each_change
+from .damages import flip
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 ALL = Case(
@@ -151,15 +151,7 @@ def consolidate_and_crash(folder: Path, how: str, in_store: bool) -> int:
 
 def consolidate_until_killed(source: str, store: Path, out: str, num: int) -> None:
     """SIGKILL ends this process before its `num`th change of the disk."""
-    left = num
-
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with object_store.store_in(store), before_each_change(count):
+    with object_store.store_in(store), killed_before(num):
         main([source, out])
 
 
@@ -187,13 +179,6 @@ def test_a_command_that_is_killed(get_ranks: Any, in_store: bool, tmp_path: Path
     assert os.listdir(Path(out).parent) == ["a.ckpt"]
 
 
-def damage(folder: Path) -> None:
-    path = next(folder.glob("*.distcp"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_what_cannot_be_consolidated_is_named(
     two_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +193,7 @@ def test_what_cannot_be_consolidated_is_named(
     ):
         assert main([str(one) for one in arguments]) == 2
         assert words in capsys.readouterr().err
-    damage(folder)
+    flip(next(folder.glob("*.distcp")), 500)
     assert main([str(folder)]) == 2
     assert "is a damaged checkpoint: its __" in capsys.readouterr().err
     assert not any("consolidated" in path.name for path in tmp_path.iterdir())

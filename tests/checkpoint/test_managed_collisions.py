@@ -7,36 +7,24 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_overlap.consolidate import main as consolidate
 
+from ..support.draws import few
 from ..support.ranks import RankError, Ranks
 from . import collisions
-from .collisions import EPOCH, POLICIES, Setting
+from .collisions import EPOCH, Setting, drawn_settings
 from .test_consolidate import differences
-
-PHASES = (
-    Phase.explicit,
-    Phase.generate,
-)  # a failure ends ranks, which take long to start: no smaller one is looked for
-SETTINGS = st.builds(
-    Setting,
-    policy=st.sampled_from(sorted(POLICIES)),
-    interval=st.integers(1, 5),
-    num_ids=st.sampled_from([20, 90]),
-    hash_size=st.sampled_from([0, 1000]),
-    sequences=st.booleans(),
-)
 
 
 def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None:
     """With any interval between evictions; dropout draws from the generator that evictions draw from."""
 
-    @settings(max_examples=6, phases=PHASES)
+    @few(max_examples=6)
     @given(
-        setting=SETTINGS,
+        setting=drawn_settings(),
         stop=st.integers(0, 2 * EPOCH - 1),
         num_val=st.sampled_from([0, 2]),
         form=st.sampled_from(["sharded", "incremental", "full"]),
@@ -59,9 +47,9 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None
 def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:
     """Every id that fits has its row, its optimizer state and what the policy knows of it; lookups are equal."""
 
-    @settings(max_examples=4, phases=PHASES)
+    @few(max_examples=4)
     @given(
-        setting=SETTINGS,
+        setting=drawn_settings(),
         sizes=st.sampled_from([(1, 2), (2, 1), (1, 3), (3, 1), (2, 3), (3, 2)]),
         forms=st.tuples(
             st.sampled_from(["full", "sharded", "incremental"]), st.sampled_from(["full", "sharded", "incremental"])
@@ -101,9 +89,9 @@ def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:
 def test_a_consolidated_folder_is_a_full_file(get_ranks: Callable[..., Ranks]) -> None:
     """Of the same step, entry by entry; the unsharded module looks known ids up as the ranks do."""
 
-    @settings(max_examples=3, phases=PHASES)
+    @few(max_examples=3)
     @given(
-        setting=SETTINGS,
+        setting=drawn_settings(),
         size=st.integers(1, 3),
         form=st.sampled_from(["sharded", "incremental"]),
         step=st.integers(EPOCH + 1, 2 * EPOCH),

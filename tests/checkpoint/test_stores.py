@@ -13,7 +13,7 @@ from lightning_overlap.checkpoint import is_address, place_at
 
 from ..support.ranks import Ranks
 from . import stores
-from .test_crashes import NUM_STEPS, check
+from .crashes import NUM_STEPS, check
 
 
 @pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged, async"])

@@ -3,14 +3,13 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torchrec.modules import mc_modules
 
@@ -19,7 +18,8 @@ from lightning_overlap.deltas import FolderSink, Replica, ReplicaServer, TablesE
 from lightning_overlap.deltas.files import FileName
 from lightning_overlap.deltas.serving.raw_ids import shards_of
 
-from ..checkpoint.collisions import POLICIES, Model, Setting
+from ..checkpoint.collisions import Model, Setting, drawn_settings
+from ..support.draws import few
 from ..support.ranks import Ranks
 from . import raw_ids
 from .delta_fits import differences
@@ -28,21 +28,7 @@ from .test_restoring import whole
 
 GetRanks = Callable[..., Ranks]
 
-# A failure ends ranks, which take long to start: no smaller one is looked for.
-few = partial(
-    settings,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-SETTINGS = st.builds(
-    Setting,
-    policy=st.sampled_from(sorted(POLICIES)),
-    interval=st.integers(1, 4),
-    num_ids=st.sampled_from([20, 90]),
-    hash_size=st.sampled_from([0, 1000]),
-    sequences=st.booleans(),
-    hashed=st.booleans(),
-)
+SETTINGS = drawn_settings(hashed=st.booleans())
 MODES = ("base", "fused_sparse_dist", "split_backward", "semi_sync", "semi_sync_deferred", "async_lookup")
 
 

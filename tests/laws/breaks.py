@@ -337,6 +337,15 @@ def _lightnings_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(resume.Resume, "roll_back", _nothing)
 
 
+@breaks(
+    7,
+    "a loader without a length goes on in an epoch with the state after the batch that its fetcher holds",
+    "checkpoint/test_any_resumes.py::test_any_resumes_equal_none",
+)
+def _state_after_the_held_batch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LookaheadFetcher, "resume", lambda self, states: None)
+
+
 # Law 8: uneven ranks end together.
 
 
@@ -525,6 +534,23 @@ def _any_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(safe_metadata._Unpickler, "find_class", find_any)
 
 
+@breaks(
+    12,
+    "a checkpoint that stands on merged increments lacks the rows of saves during the merge",
+    "checkpoint/test_checkpoint.py::test_increments_are_merged[async, goes on]",
+)
+def _without_the_rows_since(patch: pytest.MonkeyPatch) -> None:
+    use_merged = Increments._use_merged
+
+    def use_and_drop(self: Increments) -> None:
+        is_merged = self._merged is not None
+        use_merged(self)
+        if is_merged and self._newest is not None:
+            self._newest = self._newest._replace(rows={})
+
+    patch.setattr(Increments, "_use_merged", use_and_drop)
+
+
 # Law 13: a replica is the trainer at a step.
 
 
@@ -603,7 +629,7 @@ def _own_loss_alone(patch: pytest.MonkeyPatch) -> None:
             self._work.wait()
         assert self._flags is not None
         self._flags.fill_(0)
-        self._flags[torch.distributed.get_rank()] = own
+        self._flags[dist.get_rank()] = own
 
     patch.setattr(NonfiniteLosses, "compare", compare_nothing)
 
@@ -713,29 +739,3 @@ def _state_of_the_next(patch: pytest.MonkeyPatch) -> None:
         return fetched and fetched._replace(loader_states=self.states)
 
     patch.setattr(BatchStream, "fetch", fetch_later)
-
-
-@breaks(
-    7,
-    "a loader without a length goes on in an epoch with the state after the batch that its fetcher holds",
-    "checkpoint/test_any_resumes.py::test_any_resumes_equal_none",
-)
-def _state_after_the_held_batch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LookaheadFetcher, "resume", lambda self, states: None)
-
-
-@breaks(
-    12,
-    "a checkpoint that stands on merged increments lacks the rows of saves during the merge",
-    "checkpoint/test_checkpoint.py::test_increments_are_merged[async, goes on]",
-)
-def _without_the_rows_since(patch: pytest.MonkeyPatch) -> None:
-    use_merged = Increments._use_merged
-
-    def use_and_drop(self: Increments) -> None:
-        is_merged = self._merged is not None
-        use_merged(self)
-        if is_merged and self._newest is not None:
-            self._newest = self._newest._replace(rows={})
-
-    patch.setattr(Increments, "_use_merged", use_and_drop)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES
@@ -13,6 +13,7 @@ from lightning_overlap import MODES
 from ..balance import balanced
 from ..deltas.histories import updated
 from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, WEIGHTED, Case
+from ..support.draws import few
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from ..support.reference import differences
@@ -113,12 +114,7 @@ def _fits(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(
-    max_examples=5,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],  # a smaller example would take minutes of fits
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@few(max_examples=5)
 @given(drawn=_fits())
 @example(
     {"pipeline": "fused_sparse_dist", "num_ranks": 3, "case": MIXED, "poisons": True}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
@@ -22,6 +22,7 @@ from ..support.cases import (
     WEIGHTED,
     Case,
 )
+from ..support.draws import few
 from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from ..support.reference import differences
@@ -63,11 +64,7 @@ def _fits(draw: Any) -> dict[str, Any]:
 _SOME = frozenset({0, 3, 4, 8})
 
 
-@settings(
-    max_examples=14,
-    phases=[Phase.explicit, Phase.generate],  # a smaller example would take minutes of fits
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@few(max_examples=14)
 @given(fit=_fits())
 @example(fit=_fit(WEIGHTED, "fused_sparse_dist", Bad(_SOME, 1, "weights")))
 @example(fit=_fit(WEIGHTED, "semi_sync_deferred", Bad(_SOME, 0, "weights"), known_late=True))

@@ -270,11 +270,6 @@ def _rank_0_alone(strategy: Any, rank: int) -> None:
         strategy.table("t0")
 
 
-def _rank_1_once_more(strategy: Any, rank: int) -> None:
-    for _ in range(1 + rank):
-        strategy.table("t0")
-
-
 def _leaves_chunks(strategy: Any, rank: int) -> None:
     for first_row, _ in strategy.table_chunks("t0", num_rows=2):
         if rank == 1 and first_row == 2:
@@ -283,7 +278,6 @@ def _leaves_chunks(strategy: Any, rank: int) -> None:
 
 MISMATCHES: dict[str, Hook] = {
     "rank_0_alone": _rank_0_alone,
-    "rank_1_once_more": _rank_1_once_more,
     "leaves_chunks": _leaves_chunks,
     "another_table": lambda strategy, rank: strategy.table(f"t{rank}"),
     "another_reader": lambda strategy, rank: strategy.table("t0", rank=rank),

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES
 
-from ..checkpoint.collisions import Setting
-from ..checkpoint.test_managed_collisions import SETTINGS
+from ..checkpoint.collisions import Setting, drawn_settings
 from ..support.cases import COLUMN_WISE, MIXED, SEQUENCE, Case
+from ..support.draws import few
 from ..support.ranks import RankError, Ranks
 from . import table_reads
 from .table_reads import PLACES, READ_IN, Fit, Table, unsharded_tables
@@ -30,7 +30,7 @@ def check(ranks: Ranks, fit: Fit) -> None:
 
 @pytest.mark.parametrize("pipeline", MODES)
 def test_equals_the_unsharded_table_in_every_hook(two_ranks: Ranks, pipeline: str) -> None:
-    check(two_ranks, Fit(EVERY_KIND, pipeline))
+    check(two_ranks, Fit(EVERY_KIND, pipeline, num_steps=4))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -97,6 +97,7 @@ def test_what_an_evaluation_has_read_can_be_trained_with(ranks: Ranks) -> None:
         ("rank_0_alone", "on_train_batch_end", "rank 0 calls strategy.table('t0', rank=None), rank 1 goes on without"),
         ("rank_0_alone", "on_train_epoch_end", "rank 0 calls strategy.table('t0', rank=None), rank 1 goes on without"),
         ("leaves_chunks", "on_train_batch_start", "table_chunks('t0', num_rows=2, rank=None) at row 4, rank 1 goes on"),
+        ("another_reader", "on_train_batch_end", "calls strategy.table('t0', rank=1)"),
         ("another_table", "on_validation_batch_end", "calls strategy.table('t1', rank=None)"),
     ],
 )
@@ -142,12 +143,8 @@ def test_other_kinds_of_modules(two_ranks: Ranks, kind: str, name: str) -> None:
 def test_rows_that_are_assigned_to_ids_are_read_with_their_ids(get_ranks: Callable[..., Ranks]) -> None:
     """After each step every known id has its row, in any mode; reads change nothing."""
 
-    @settings(
-        max_examples=3,
-        phases=(Phase.explicit, Phase.generate),
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )
-    @given(setting=SETTINGS, size=st.integers(1, 2), mode=st.sampled_from(sorted(MODES)))
+    @few(max_examples=3)
+    @given(setting=drawn_settings(), size=st.integers(1, 2), mode=st.sampled_from(sorted(MODES)))
     @example(setting=Setting(interval=1), size=2, mode="semi_sync_deferred")
     def holds(setting: Setting, size: int, mode: str) -> None:
         fits = get_ranks(size).run(table_reads.read_ids_of_a_fit, setting, mode)
