@@ -389,7 +389,7 @@ def _merge(
         is_read = True
         files, writer = _writer_of(target, name)
         save(state, storage_writer=writer, planner=rows, process_group=group, no_dist=group is None)
-        written = gather_objects(files.written, group)
+        written = gather_on_rank_zero(files.written, group)
         on_rank_zero(finish, group)
     except (CheckpointException, RuntimeError) as err:  # which every rank raises
         if not is_rank_zero(group):

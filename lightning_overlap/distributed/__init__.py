@@ -15,6 +15,7 @@ from .consensus import gather_if_unequal as gather_if_unequal
 from .consensus import gather_objects as gather_objects
 from .consensus import gather_on_rank_zero as gather_on_rank_zero
 from .consensus import together as together
+from .consensus import vote_together as vote_together
 from .consensus import warn_on_rank_zero as warn_on_rank_zero
 from .failures import PEER_LOST as PEER_LOST
 from .failures import FirstCause as FirstCause

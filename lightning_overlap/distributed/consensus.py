@@ -189,6 +189,14 @@ def together(action: Callable[[], T], group: Group, *, alike: tuple[type[Excepti
     It is a RuntimeError unless its type is in `alike`. The function must not wait for other ranks after anything that
     may fail on a single rank.
     """
+    result, _ = vote_together(action, True, group, alike=alike)
+    return result
+
+
+def vote_together(
+    action: Callable[[], T], vote: bool, group: Group, *, alike: tuple[type[Exception], ...] = ()
+) -> tuple[T, bool]:
+    """Call a function as `together` does; return its result, and whether all ranks vote yes."""
     result, error, cause = None, None, None
     try:
         result = action()
@@ -196,10 +204,11 @@ def together(action: Callable[[], T], group: Group, *, alike: tuple[type[Excepti
         error, cause = err, err
     except Exception as err:
         error, cause = RuntimeError(str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}"), err
-    for found in gather_objects(error, group):
+    errors, votes = zip(*gather_objects((error, vote), group), strict=True)
+    for found in errors:
         if found is not None:
             raise found from cause
-    return cast(T, result)
+    return cast(T, result), all(votes)
 
 
 def warn_on_rank_zero(text: str) -> None:

@@ -1,5 +1,6 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -30,7 +31,7 @@ from ..checkpoint import (
     is_folder,
 )
 from ..compat.lightning import AFTER_SAVE
-from ..distributed import gather_objects
+from ..distributed import gather_on_rank_zero, vote_together
 from ..tables import hands_out_rows, has_tables
 from ..text import without_secrets
 from . import checkpoint_links, found_checkpoints
@@ -171,11 +172,13 @@ class SavesShards(HasRun):
         # Without optimizers a checkpoint has other state than the increments.
         increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
         follows = increments is not None and place is not None and increments.can_follow(place)
-        # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks.
+        # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks. They
+        # may be the user's: what cannot be pickled on one rank is an error on all.
         fit_loop = _fit_loop(checkpoint)
-        own = fit_loop.get(_LOADER), fit_loop.pop(METRICS, None), follows
-        *gathered, votes = zip(*gather_objects(own, self.checkpoint_group), strict=True)
-        for name, states in zip((LOADERS, METRICS), gathered, strict=True):
+        pickled = partial(pickle.dumps, (fit_loop.get(_LOADER), fit_loop.pop(METRICS, None)))
+        own, all_follow = vote_together(pickled, follows, self.checkpoint_group)
+        of_ranks = map(pickle.loads, gather_on_rank_zero(own, self.checkpoint_group))
+        for name, states in zip((LOADERS, METRICS), zip(*of_ranks, strict=True), strict=False):  # on rank 0
             if any(states):
                 checkpoint[name] = list(states)
         if hands_out_rows(module):
@@ -205,7 +208,7 @@ class SavesShards(HasRun):
                 asynchronous=self._is_in_thread,
                 also=first,
                 increments=increments,
-                follows=all(votes),
+                follows=all_follow,
             )
         # From here on "last" finds this checkpoint as soon as it is complete.
         self._newest = place  # complete before `on_commit` calls anything

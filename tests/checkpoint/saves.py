@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -24,7 +25,7 @@ from lightning_overlap.checkpoint import Increments, LocalPlace, atomic, full_fi
 from lightning_overlap.checkpoint.merged_rows import MergedRows
 
 from ..support import cases
-from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_batch, make_plan
 from ..support.fits import make_strategy, make_trainer
 from .checkpoints import Evaluated, EvaluatedBatches, Trained, parts_of, save_to, train
 from .damages import flip
@@ -121,17 +122,70 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
     return "nothing", [], None
 
 
-def save_beside_training(folder: str) -> list[tuple[str, list[str]]]:
-    """Save after each step; return, for each save, what it was and what happened while training stood for it.
+class BatchesWithState(Batches):
+    """Their loader has a state that is large, and which rank 1 perhaps cannot send."""
 
-    That is: each exchange with other ranks, barriers among them, and each file that was written.
-    """
+    can_send = True
+
+    def loader_of(self, indices: range) -> Any:
+        rank = self.trainer.global_rank
+
+        class Loader:
+            def __iter__(self) -> Iterator[Any]:
+                return iter([make_batch(ROWWISE_ADAGRAD, index, rank) for index in indices])
+
+            def __len__(self) -> int:
+                return len(indices)
+
+            def state_dict(loader) -> dict[str, Any]:  # noqa: N805
+                return {"many bytes": bytes(STATE_BYTES), "lock": None if self.can_send or rank == 0 else threading.Lock()}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                pass
+
+        return Loader()
+
+
+STATE_BYTES = 100_000
+
+
+def save_what_cannot_be_sent(path: str) -> str:
+    """Return the error of a save, whose loader's state cannot be pickled on rank 1, or "nothing"."""
+    data, model = BatchesWithState(ROWWISE_ADAGRAD, 2), Model(ROWWISE_ADAGRAD)
+    data.can_send = False
+
+    class Saves(Callback):
+        said = "nothing"
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            try:
+                trainer.save_checkpoint(path)
+            except RuntimeError as err:
+                self.said = str(err)
+
+    saver = Saves()
+    make_trainer(make_strategy(model), callbacks=[saver]).fit(model, datamodule=data)
+    return saver.said
+
+
+class SavesBeside(NamedTuple):
+    """What saves are, and what happens while training stands for them."""
+
+    found: list[tuple[str, list[str]]]  # for each save what it was, and the exchanges and written files meanwhile
+    largest_to_all: int  # bytes that a rank sends to all others at once
+
+
+def save_beside_training(folder: str) -> SavesBeside:
+    """Save after each step; note each exchange with other ranks, barriers among them, and each file."""
     found: list[tuple[str, list[str]]] = []
     seen: list[str] = []
+    sizes = [0]
 
     def noting(what: str, action: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
             seen.append(what)
+            if what == "all_gather_object":
+                sizes.append(len(pickle.dumps(args[1])))
             return action(*args, **kwargs)
 
         return noted
@@ -147,7 +201,7 @@ def save_beside_training(folder: str) -> list[tuple[str, list[str]]]:
             trainer.strategy.finish_save()
             found.append(("rows" if (path / "base").is_dir() else "whole", now))
 
-    names = ("barrier", "broadcast_object_list", "all_gather_object", "all_reduce")
+    names = ("barrier", "broadcast_object_list", "all_gather_object", "gather_object", "all_reduce")
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
@@ -156,8 +210,8 @@ def save_beside_training(folder: str) -> list[tuple[str, list[str]]]:
         model = Model(ROWWISE_ADAGRAD)
         options = {"checkpoint_format": "incremental", "async_checkpoint": True, "most_increments": 10}
         trainer = make_trainer(make_strategy(model, **options), callbacks=[Saves()])
-        trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 3))
-    return found
+        trainer.fit(model, datamodule=BatchesWithState(ROWWISE_ADAGRAD, 3))
+    return SavesBeside(found, max(sizes))
 
 
 class Merged(NamedTuple):

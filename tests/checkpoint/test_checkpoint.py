@@ -30,11 +30,17 @@ def test_tables_written_while_rows_are_copied(two_ranks: Ranks, tmp_path: Path) 
 
 
 def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_path: Path) -> None:
-    """The ranks exchange the checkpoint's path, and once what each has; they write no file until the next backward."""
-    exchanges = ["broadcast_object_list", "all_gather_object"] if ranks.world_size > 1 else []
-    for saves_of_rank in ranks.run(saves.save_beside_training, str(tmp_path)):
-        assert [what for what, _ in saves_of_rank] == ["whole", "rows", "rows"]
-        assert [seen for what, seen in saves_of_rank if what == "rows"] == [exchanges] * 2
+    """The ranks exchange the path, a vote, and rank 0 gets what each has; no file is written until the next backward."""
+    exchanges = ["broadcast_object_list", "all_gather_object", "gather_object"] if ranks.world_size > 1 else []
+    for found, largest_to_all in ranks.run(saves.save_beside_training, str(tmp_path)):
+        assert [what for what, _ in found] == ["whole", "rows", "rows"]
+        assert [seen for what, seen in found if what == "rows"] == [exchanges] * 2
+        assert largest_to_all < saves.STATE_BYTES, "the loader's state goes to rank 0 alone"
+
+
+def test_a_loader_state_that_one_rank_cannot_send(two_ranks: Ranks, tmp_path: Path) -> None:
+    for said in two_ranks.run(saves.save_what_cannot_be_sent, str(tmp_path / "a.ckpt")):
+        assert said == "TypeError: cannot pickle '_thread.lock' object"
 
 
 @pytest.mark.parametrize(
