@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,8 @@ from .store_place import StoredBase, StorePlace, or_warn
 from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
 
 BASE_FOLDER, ROWS_NAME = "base", "rows.json"
+SETTLES_WITHIN_S = 1.0
+"""How long the thread that writes leaves the interpreter to the one that trains, which settles in its next backward."""
 
 Place: TypeAlias = tuple[str, str, int, int, int, int]
 """What a file of rows has of one piece: part, name, first row, last row + 1, first column, last column + 1."""
@@ -165,7 +167,7 @@ class Increments:
             for name in list(state.get(part, ()))
             if self._is_of_rows(part, name)
         ]
-        return Increment(pieces, self._newest, self._num)
+        return Increment(pieces, self._newest, self._num, self._touched.settle_in_thread)
 
     def start(self, increment: "Increment") -> None:
         """Begin to copy the changed rows: until `settle`, which the next update also calls, nobody may write tables."""
@@ -278,8 +280,15 @@ class Increments:
 class Increment:
     """The rows of one save, until they are written."""
 
-    def __init__(self, pieces: Sequence[tuple[str, str, Piece]], newest: Newest | None, num: int) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[tuple[str, str, Piece]],
+        newest: Newest | None,
+        num: int,
+        settle_in_thread: Callable[[], object],
+    ) -> None:
         self.copy: RowCopy | None = None
+        self._settle_in_thread = settle_in_thread
         self.pieces, self._num = pieces, num
         self._is_settled, self._is_whole = threading.Event(), False
         self.newest = newest  # on rank 0
@@ -292,9 +301,12 @@ class Increment:
         self._is_settled.set()
 
     def wait(self) -> None:
-        """Wait in the thread that writes for `settle`."""
-        while not self._is_settled.wait(1.0) and threading.main_thread().is_alive():
-            pass
+        """Wait in the thread that writes for `settle`, for a second: then settle here.
+
+        The training thread may wait for a rank that has failed, and that waits for this save.
+        """
+        if not self._is_settled.wait(SETTLES_WITHIN_S):
+            self._settle_in_thread()
 
     def check(self) -> None:
         """Raise a RuntimeError after `wait` if tables were written while the rows were copied."""

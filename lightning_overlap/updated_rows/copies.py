@@ -110,6 +110,8 @@ class HostCopy:
         """Wait until the rows are copied."""
         self._copying.exception()
 
+    wait_read = wait_copied
+
     def rows(self) -> list[CopiedRows]:
         """Wait for the copied rows and return them, in any thread."""
         return self._copying.result()[0]
@@ -140,6 +142,11 @@ class DeviceCopy:
     def wait_copied(self) -> None:
         """Let the current stream wait until the rows are gathered; the host does not wait."""
         self._streams.give_to_caller(Made((), self._streams.lookup, self._event))
+
+    def wait_read(self) -> None:
+        """Let the host wait until the rows are gathered, in any thread."""
+        if self._copying is not None:
+            self._event.synchronize()
 
     def rows(self) -> list[CopiedRows]:
         """Copy the gathered rows to the host and return them; call this once, in any thread."""

@@ -1,5 +1,6 @@
 """The rows that updates have written since the last copy."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,6 +44,7 @@ class TouchedRows:
         self._copy: RowCopy | None = None
         self._writes_before = 0
         self._is_whole: bool | None = True
+        self._one_notes = threading.Lock()
         access.readers.append(self._before_update)
 
     def detach(self) -> None:
@@ -91,10 +93,22 @@ class TouchedRows:
         """Wait for the last copy; return False if tables were written meanwhile, so that it may be inconsistent."""
         if self._is_whole is None:
             self.wait_copied()
-            self._is_whole = self.num_writes == self._writes_before
-            if self._on_settled is not None:
-                self._on_settled(self._is_whole)
-        return self._is_whole
+        return self._note_whole()
+
+    def settle_in_thread(self) -> bool:
+        """The same in another thread than the one that trains, which may wait for other ranks and not come to it."""
+        copy = self._copy
+        if self._is_whole is None and copy is not None:
+            copy.wait_read()
+        return self._note_whole()
+
+    def _note_whole(self) -> bool:
+        with self._one_notes:  # whoever is about to write tables waits here until a thread has compared the numbers
+            if self._is_whole is None:
+                self._is_whole = self.num_writes == self._writes_before
+                if self._on_settled is not None:
+                    self._on_settled(self._is_whole)
+            return self._is_whole
 
     def wait_copied(self) -> None:
         """Wait until the last copy has read its rows: on a CPU the host waits, on a device the current stream."""

@@ -138,7 +138,10 @@ class BatchesWithState(Batches):
                 return len(indices)
 
             def state_dict(loader) -> dict[str, Any]:  # noqa: N805
-                return {"many bytes": bytes(STATE_BYTES), "lock": None if self.can_send or rank == 0 else threading.Lock()}
+                return {
+                    "many bytes": bytes(STATE_BYTES),
+                    "lock": None if self.can_send or rank == 0 else threading.Lock(),
+                }
 
             def load_state_dict(self, state: dict[str, Any]) -> None:
                 pass

@@ -1,0 +1,41 @@
+"""Law 6, in any hook of the user on one rank, while a checkpoint is written: all ranks end soon, its error is known."""
+
+import tempfile
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ..support.ranks import Ranks, free_port
+from .hook_faults import HOOKS, TIMEOUT_S, Ended, fail_in_hook
+
+INCREMENTAL = {"checkpoint_format": "incremental", "async_checkpoint": True}
+OPTIONS: list[dict[str, Any]] = [INCREMENTAL, {**INCREMENTAL, "most_increments": 0}, {"async_checkpoint": True}, {}]
+
+
+def test_a_hook_that_raises_on_one_rank(two_ranks: Ranks) -> None:
+    """In such a checkpoint a thread waits for the training thread, and that one for the rank that has failed."""
+
+    @settings(max_examples=4, database=None)
+    @given(
+        st.sampled_from(HOOKS),
+        st.integers(0, 1),
+        st.sampled_from(["fused_sparse_dist", "split_backward", "semi_sync_deferred"]),
+        st.sampled_from(OPTIONS),
+    )
+    @example(("module", "on_train_batch_start"), 1, "fused_sparse_dist", INCREMENTAL)
+    @example(("module", "on_before_batch_transfer"), 0, "fused_sparse_dist", INCREMENTAL)
+    def all_end(hook: tuple[str, str], rank: int, pipeline: str, options: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            ends: list[Ended] = two_ranks.run(fail_in_hook, folder, free_port(), hook, rank, pipeline, options)
+        raised, other = ends[rank], ends[1 - rank]
+        assert raised.said == f"InjectedError: {hook[1]}"
+        assert not any("failed as well" in note for note in raised.notes), "what was being written is complete"
+        assert max(raised.seconds, other.seconds) < TIMEOUT_S / 2
+        if other.said != "nothing":  # after its training a rank may need no other
+            assert any(f"rank {rank} had failed" in note and "InjectedError" in note for note in other.notes)
+
+    try:
+        all_end()
+    finally:
+        two_ranks.close()  # their default group is another one
