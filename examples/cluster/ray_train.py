@@ -6,12 +6,12 @@ Ray starts a worker for each rank, and starts all again if one fails, ten times 
 from datetime import timedelta
 from typing import Any
 
+from lightning_overlap.ray import RayOverlapStrategy  # isort: skip  # first: it says what to install if there is no Ray
+
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment
 from ray.train.torch import TorchTrainer
 from train import make_parser, train
-
-from lightning_overlap.ray import RayOverlapStrategy
 
 
 def worker(arguments: dict[str, Any]) -> str:

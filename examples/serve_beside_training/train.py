@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from matplotlib.figure import Figure
 
 from lightning_overlap import EmbeddingDeltas, OverlapEmbeddingStrategy
 from lightning_overlap.data import AdultDataModule, SyntheticDataModule
 from lightning_overlap.deltas import Replica
 from lightning_overlap.models import DLRM
 from lightning_overlap.models.dlrm import BinnedAUC
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as err:
+    raise ImportError(f"the picture needs matplotlib ({err}): pip install 'lightning_overlap[plot]'") from err
 
 NUM_RANKS, NUM_STEPS, CUT_EVERY, VALIDATE_EVERY = 2, 150, 10, 50
 

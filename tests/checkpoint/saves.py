@@ -129,6 +129,7 @@ class BatchesWithState(Batches):
 
     def loader_of(self, indices: range) -> Any:
         rank = self.trainer.global_rank
+        state = {"many bytes": bytes(STATE_BYTES), "lock": None if self.can_send or rank == 0 else threading.Lock()}
 
         class Loader:
             def __iter__(self) -> Iterator[Any]:
@@ -137,11 +138,8 @@ class BatchesWithState(Batches):
             def __len__(self) -> int:
                 return len(indices)
 
-            def state_dict(loader) -> dict[str, Any]:  # noqa: N805
-                return {
-                    "many bytes": bytes(STATE_BYTES),
-                    "lock": None if self.can_send or rank == 0 else threading.Lock(),
-                }
+            def state_dict(self) -> dict[str, Any]:
+                return state
 
             def load_state_dict(self, state: dict[str, Any]) -> None:
                 pass

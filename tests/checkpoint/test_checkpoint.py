@@ -30,7 +30,7 @@ def test_tables_written_while_rows_are_copied(two_ranks: Ranks, tmp_path: Path) 
 
 
 def test_what_training_stands_for_while_an_increment_is_saved(ranks: Ranks, tmp_path: Path) -> None:
-    """The ranks exchange the path, a vote, and rank 0 gets what each has; no file is written until the next backward."""
+    """They exchange the path and a vote, and rank 0 gets what each has; no file is written until the next backward."""
     exchanges = ["broadcast_object_list", "all_gather_object", "gather_object"] if ranks.world_size > 1 else []
     for found, largest_to_all in ranks.run(saves.save_beside_training, str(tmp_path)):
         assert [what for what, _ in found] == ["whole", "rows", "rows"]

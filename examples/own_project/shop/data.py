@@ -4,11 +4,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
+
+try:
+    import pyarrow.parquet as pq
+except ImportError as err:
+    raise ImportError(f"Parquet files need pyarrow ({err}): pip install pyarrow") from err
 
 
 class Visits(LightningDataModule):

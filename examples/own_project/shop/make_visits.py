@@ -4,8 +4,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as err:
+    raise ImportError(f"Parquet files need pyarrow ({err}): pip install pyarrow") from err
 
 NUM_USERS, NUM_ITEMS = 500, 200
 ROWS = {"train": 20_000, "val": 4_000, "test": 4_000}
