@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from . import not_checkpoints
+from .not_checkpoints import others_in
+
 
 def sibling(path: Path, what: str) -> Path:
     """Return a name next to a checkpoint that searches for checkpoints skip."""
@@ -18,7 +21,8 @@ def sibling(path: Path, what: str) -> Path:
 
 def being_replaced(path: Path) -> Path:
     """Return the name of the old checkpoint between two renames; searches for checkpoints find it."""
-    return path.with_name(f"{path.stem}.old{path.suffix}")
+    # No name that a user may give to a copy: it is removed.
+    return path.with_name(f"{path.stem}.being_replaced{path.suffix}")
 
 
 def write_synced(path: Path, write: Callable[[Any], object]) -> None:
@@ -43,8 +47,26 @@ def disk_errors() -> Iterator[None]:
         raise hidden from None
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise a FileExistsError if `path` is a folder that no save of this strategy has written."""
+    if _is_real_folder(path):
+        names = [entry.name for entry in path.iterdir()]
+        not_checkpoints.check_replaceable(path, names, lambda name: (path / name).read_bytes())
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Move what users have put into a checkpoint's folder to the one that has replaced it."""
+    if _is_real_folder(old) and _is_real_folder(new):
+        for name in others_in(entry.name for entry in old.iterdir()):
+            (old / name).rename(new / name)
+
+
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
-    """Rename a complete checkpoint to `path` and remove what had that name; first give it a second name, `also`."""
+    """Rename a complete checkpoint to `path` and remove what had that name; first give it a second name, `also`.
+
+    A FileExistsError as `check_replaceable` raises. A user's other files in a replaced folder move to the new one.
+    """
+    check_replaceable(path)
     if also is not None:
         twin = sibling(also, "unfinished")
         remove(twin)
@@ -61,10 +83,13 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
         unfinished.replace(path)
-    elif not exchange(unfinished, path):  # as on NFS; `resolve_path` finds the old one between the renames
+    elif exchange(unfinished, path):
+        _keep_others(unfinished, path)
+    else:  # as on NFS; `resolve_path` finds the old one between the renames
         discard(being_replaced(path))
         path.rename(being_replaced(path))
         unfinished.rename(path)
+        _keep_others(being_replaced(path), path)
     _sync(path.parent)
     remove(unfinished)  # after a swap, the old one
     discard(being_replaced(path))

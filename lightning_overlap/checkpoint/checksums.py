@@ -7,7 +7,6 @@ XXH3 finds damage and mixtures; it is no signature, as anybody can compute it.
 
 import json
 import mmap
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from typing_extensions import override
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from .not_checkpoints import CHECKSUMS_NAME, DamagedError, damaged_part, is_another, zip_comment
+from .not_checkpoints import CHECKSUMS_NAME, SAVE_NAME, DamagedError, damaged_part, is_another, zip_comment
 from .places import Place, as_place
 
 _SEAL = "lightning_overlap xxh3_64 "  # how the comment of a full file begins; the checksums of its pieces follow
@@ -187,10 +186,6 @@ class Checksums(NamedTuple):
     def _content(self) -> dict[str, Any]:
         files = {name: list(file if file.where else file[:2]) for name, file in self.files.items()}
         return {"save": self.save, "files": files}
-
-
-SAVE_NAME = re.compile(r"[0-9a-f]{32}")
-"""The identity of a save, and the name of its folder in an object store."""
 
 
 def is_plain_name(name: str) -> bool:

@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardedTensor
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..tables import hands_out_rows, sharded_modules
 from ..text import message_without_secrets, some, without_secrets
-from .atomic import atomic_replace, remove, sibling, write_synced
+from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .moved_ids import Move, move_ids, segment_names
@@ -88,6 +88,7 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
     """Write a result of `gather_checkpoint` as `atomic_replace` does; every rank raises an OSError if it failed."""
 
     def write() -> None:
+        check_replaceable(path)
         unfinished = sibling(path, "unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)  # may be a folder

@@ -30,14 +30,14 @@ from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
 from .atomic import disk_errors
 from .checksums import Checksums, HashingFiles, SavedFile, read_checksums
-from .not_checkpoints import CHECKSUMS_NAME, INCREMENT_NAME, METADATA_NAME, DamagedError, damaged_part
+from .not_checkpoints import BASE_FOLDER, CHECKSUMS_NAME, INCREMENT_NAME, METADATA_NAME, DamagedError, damaged_part
 from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
 from .store_place import StoredBase, StorePlace, or_warn
 from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
 
-BASE_FOLDER, ROWS_NAME = "base", "rows.json"
+ROWS_NAME = "rows.json"
 SETTLES_WITHIN_S = 1.0
 """How long the thread that writes leaves the interpreter to the one that trains, which settles in its next backward."""
 

@@ -2,6 +2,7 @@
 
 import re
 import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..text import some
@@ -15,6 +16,16 @@ INCREMENT_NAME = "increment.pt"
 CHECKSUMS_NAME = "checksums.json"
 """The file of a checkpoint folder that says what its other files are; in an object store it is written last."""
 
+OF_A_DISK = re.compile(r"meta\.pt|increment\.pt|\.metadata|__\d+_\d+\.distcp|rows\.json|rows_\d+_\d+\.pt")
+"""The names of the files of a checkpoint that lie in its folder itself: on a disk, or copied from one."""
+
+SAVE_NAME = re.compile(r"[0-9a-f]{32}")
+"""The identity of a save, and the name of its folder in an object store."""
+
+BASE_FOLDER = "base"
+"""The folder in a checkpoint of changed rows that has the files of a whole one."""
+
+_IS_OURS = re.compile(rb'"save": *"[0-9a-f]{32}"')  # in `checksums.json`
 _ZIP = b"PK\x03\x04"  # how a file of `torch.save` begins
 _OLD = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # in the first bytes of one of `_use_new_zipfile_serialization=False`
 _LFS = b"version https://git-lfs"
@@ -26,6 +37,33 @@ _END_SIZE, _MOST_COMMENT = 22, (1 << 16) - 1
 
 class DamagedError(ValueError):
     """A checkpoint does not have what was saved: bytes changed, a file is missing, or files are of different saves."""
+
+
+def others_in(names: Iterable[str]) -> list[str]:
+    """Return those names in a folder that no file of a checkpoint of this strategy has."""
+    own = (BASE_FOLDER, CHECKSUMS_NAME)
+    return sorted(
+        name for name in names if name not in own and not (OF_A_DISK.fullmatch(name) or SAVE_NAME.fullmatch(name))
+    )
+
+
+def check_replaceable(shown: object, names: Iterable[str], read: Callable[[str], bytes]) -> None:
+    """Raise a FileExistsError if a save would remove a folder that no save of this strategy has written.
+
+    `names` are those in the folder, and `read` returns the bytes of one. A damaged checkpoint may be replaced, unless
+    the folder has other files as well.
+    """
+    inside = list(names)
+    if all(SAVE_NAME.fullmatch(name) for name in inside):  # nothing, or the leftovers of a save
+        return
+    others = others_in(inside)
+    if CHECKSUMS_NAME in inside and (not others or _IS_OURS.search(read(CHECKSUMS_NAME))):
+        return
+    has = some(others or sorted(inside))
+    raise FileExistsError(
+        f"{shown} is a folder with {has}, which no checkpoint of this strategy is: a save would replace it. Save under "
+        "another name, or move the folder away."
+    )
 
 
 def why_no_checkpoint(path: Path, shown: object = None) -> str | None:

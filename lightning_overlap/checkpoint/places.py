@@ -83,7 +83,7 @@ class Place(Protocol):
         ...
 
     def begin(self, save: str) -> None:
-        """Make room for the files of a save."""
+        """Make room for the files of a save; a FileExistsError if the name is a folder of somebody else's."""
         ...
 
     def writer_files(self, save: str) -> tuple[FileSystemBase, str]:
@@ -172,7 +172,8 @@ class LocalPlace:
         return ""
 
     def begin(self, save: str) -> None:
-        """Make the folder that is to be renamed."""
+        """Make the folder that is to be renamed; a FileExistsError as `check_replaceable` raises."""
+        atomic.check_replaceable(self.path)
         atomic.remove(self.unfinished)
         self.unfinished.mkdir(parents=True)
 

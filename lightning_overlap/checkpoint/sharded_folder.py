@@ -33,11 +33,12 @@ from ..text import check_known, some, without_secrets
 from .atomic import being_replaced, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
-from .incremental import BASE_FOLDER, ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
+from .incremental import ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
 from .managed_collision_state import collision_state, pieces_for
 from .merged_rows import MergedRows
 from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
+    BASE_FOLDER,
     CHECKSUMS_NAME,
     INCREMENT_NAME,
     METADATA_NAME,
@@ -515,7 +516,9 @@ def discard_folder(path: Any, storage_options: Any) -> None:
 
     def discard() -> None:
         if isinstance(place := place_at(path, options), StorePlace):
-            place.discard_folder()
+            with suppress(FileExistsError):  # somebody else's files stay, and no load takes them for a checkpoint
+                place.check_replaceable()
+                place.discard_folder()
 
     if can_hold_folders(path):
         or_warn(discard)

@@ -26,12 +26,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from typing_extensions import override
 
 from ..text import message_without_secrets, without_secrets
-from .checksums import SAVE_NAME, CheckpointFiles, Checksums, read_checksums
-from .not_checkpoints import CHECKSUMS_NAME, DamagedError
+from .checksums import CheckpointFiles, Checksums, read_checksums
+from .not_checkpoints import BASE_FOLDER, CHECKSUMS_NAME, OF_A_DISK, SAVE_NAME, DamagedError, check_replaceable
 from .places import MERGED_NAME, LocalPlace, Place, StoppedError
-
-_OF_A_DISK = re.compile(r"meta\.pt|increment\.pt|\.metadata|__\d+_\d+\.distcp|rows\.json|rows_\d+_\d+\.pt")
-"""What names the files of a checkpoint have, which lie in its folder itself if it was copied from a disk."""
 
 _ON_DISK = ("file://", "local://")  # fsspec's addresses of local files
 READ_ONLY = ("http://", "https://")
@@ -184,9 +181,14 @@ class StorePlace:
         return save
 
     def begin(self, save: str) -> None:
-        """Make the folder of a save, where the store has folders."""
+        """Make the folder of a save, where the store has folders; a FileExistsError as `check_replaceable` raises."""
+        self.check_replaceable()
         with self._errors("write to"):
             self._files.makedirs(f"{self._path}/{save}", exist_ok=True)
+
+    def check_replaceable(self) -> None:
+        """Raise a FileExistsError if this is somebody else's folder: a save would remove some of its files."""
+        check_replaceable(self, self._names(self._path), self.read)
 
     def writer_files(self, save: str) -> tuple[FileSystemBase, str]:
         """Return files that are uploaded as they are written."""
@@ -286,10 +288,10 @@ class StorePlace:
         Files that lie under this name itself are removed too: its marker, which is gone or new, does not list them.
         """
         names = self._names(self._path)
-        self._remove_files(f"{self._path}/{name}" for name in names if _OF_A_DISK.fullmatch(name))
-        if "base" in names:
-            inside = [name for name in self._names(f"{self._path}/base") if _OF_A_DISK.fullmatch(name)]
-            self._remove_files(f"{self._path}/base/{name}" for name in [CHECKSUMS_NAME, *inside])
+        self._remove_files(f"{self._path}/{name}" for name in names if OF_A_DISK.fullmatch(name))
+        if BASE_FOLDER in names:
+            inside = [name for name in self._names(f"{self._path}/{BASE_FOLDER}") if OF_A_DISK.fullmatch(name)]
+            self._remove_files(f"{self._path}/{BASE_FOLDER}/{name}" for name in [CHECKSUMS_NAME, *inside])
         unused = {*saves, *(f"{self.name}/{name}" for name in names if SAVE_NAME.fullmatch(name))}
         for name in self._names(self._folder) if unused else ():
             try:
@@ -317,7 +319,8 @@ class StorePlace:
     def _names(self, path: str) -> list[str]:
         """Return the names in a folder; none without it."""
         with self._errors("read"), suppress(FileNotFoundError):
-            return [one.rstrip("/").rpartition("/")[2] for one in self._files.ls(path, detail=False)]
+            listed = [one.rstrip("/") for one in self._files.ls(path, detail=False)]
+            return [one.rpartition("/")[2] for one in listed if one != path]  # a file lists itself
         return []
 
     def _tell_of_changes(self) -> None:

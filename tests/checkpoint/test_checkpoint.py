@@ -329,7 +329,7 @@ def test_a_failure_keeps_the_old_checkpoint(two_ranks: Ranks, checkpoint_format:
     for message in two_ranks.run(saves.save_and_fail, str(path), checkpoint_format):
         assert message == f"could not write the checkpoint {path}: OSError: no space left"
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
-    path.rename(tmp_path / "last.old.ckpt")  # as a crash between two renames leaves it
+    path.rename(tmp_path / "last.being_replaced.ckpt")  # as a crash between two renames leaves it
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
 
 

@@ -46,7 +46,7 @@ def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_las
     )
     check(left)
     assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
-    assert any("last.old.ckpt" in state.names for state in left) == (save_last is True)
+    assert any("last.being_replaced.ckpt" in state.names for state in left) == (save_last is True)
     assert all(began.values())
 
 
