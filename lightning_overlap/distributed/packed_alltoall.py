@@ -6,14 +6,16 @@ from itertools import accumulate, chain
 from math import gcd, prod
 from typing import Any, NamedTuple, TypeAlias
 
+import fbgemm_gpu  # noqa: F401  # registers torch.ops.fbgemm
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-FEW_PIECES, LARGE_PIECE = 64, 128
-"""Few pieces, and pieces of so many elements, are joined one by one: the host takes 0.5 us and an object for each."""
+FEW_PIECES, LARGE_PIECE = 24, 1024
+"""Few pieces, and pieces of so many elements, are joined one by one: the host takes 1 us and an object for each. FBGEMM
+takes 20 us, and 0.1 us for each, but copies all elements once more."""
 
 
 Places: TypeAlias = tuple[tuple[int, ...], ...]
@@ -101,24 +103,19 @@ def in_order(
     all tensors. The host does not wait for a device.
     """
     num_pieces = sum(map(len, sizes))
-    if num_pieces <= FEW_PIECES or sum(one.numel() for one in tensors) >= LARGE_PIECE * num_pieces:
+    are_few = num_pieces <= FEW_PIECES or sum(one.numel() for one in tensors) >= LARGE_PIECE * num_pieces
+    if are_few or tensors[0].dtype is torch.int8:  # FBGEMM has no kernel for bytes
         pieces = [piece for one, its in zip(tensors, sizes, strict=True) for piece in one.split_with_sizes([*its])]
         return [torch.cat([pieces[number] for number in order.tolist()]) for order in orders]
-    # One index for all of them, with NumPy: each operator of torch takes the host microseconds.
     flat = torch.cat([*tensors])
-    sizes_P = np.fromiter(chain.from_iterable(sizes), np.int64, num_pieces)
-    starts_P = sizes_P.cumsum() - sizes_P
-    order_O = np.concatenate(orders)
-    sizes_O = sizes_P[order_O]
-    shifts_O = starts_P[order_O] - (sizes_O.cumsum() - sizes_O)  # from a place in the new tensors to one in `flat`
-    both = torch.from_numpy(np.stack((shifts_O, sizes_O)))
-    shifts, repeats = (both.pin_memory() if flat.is_cuda else both).to(flat.device, non_blocking=True)
-    num = int(sizes_O.sum())
-    places = torch.repeat_interleave(shifts, repeats, output_size=num).add_(torch.arange(num, device=flat.device))
-    joined = flat.index_select(0, places)
+    sizes_P = np.fromiter(chain.from_iterable(sizes), np.int32, num_pieces)
+    nums = [int(sizes_P[order].sum()) for order in orders]
+    both = torch.from_numpy(np.concatenate((sizes_P, *orders), dtype=np.int32, casting="same_kind"))
+    both = (both.pin_memory() if flat.is_cuda else both).to(flat.device, non_blocking=True)
+    sizes_on_device, order = both.split_with_sizes([num_pieces, len(both) - num_pieces])
+    _, joined, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, sizes_on_device, flat, None, sum(nums))
     if len(orders) == 1:
         return [joined]
-    nums = [int(sizes_P[order].sum()) for order in orders]
     return [one.clone() for one in joined.split_with_sizes(nums)]  # else one of them would keep all alive
 
 

@@ -78,7 +78,8 @@ def test_what_is_packed_arrives_as_if_sent_apart(two_ranks: Ranks) -> None:
 @given(st.data(), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3))
 @settings(max_examples=50)
 def test_many_small_pieces_are_joined_as_few_large_ones(data: st.DataObject, sizes: list[list[int]]) -> None:
-    tensors = [torch.arange(sum(of_tensor)) + 100 * number for number, of_tensor in enumerate(sizes)]
+    dtype = data.draw(st.sampled_from([torch.int64, torch.int32, torch.int8]))
+    tensors = [(torch.arange(sum(of_tensor)) + 25 * number).to(dtype) for number, of_tensor in enumerate(sizes)]
     numbers = st.integers(0, sum(map(len, sizes)) - 1)
     orders = data.draw(st.lists(st.lists(numbers, min_size=1).map(np.array), min_size=1, max_size=3))
     one_by_one = in_order(tensors, sizes, orders)
