@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from ..compat.torchrec import (
 from ..distributed import Entry, PackedExchange, gather_if_unequal
 from ..runtime import Streams
 from ..tables import input_dists_of, num_ids
-from .input_sizes import Described, Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
+from .input_sizes import Counts, Described, Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .other_forwards import other_forwards
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def _describe(
     splits = splits_of(all_to_all)
     first, keys, varies = sum(splits[: group.rank()]), kjt.keys(), kjt.variable_stride_per_key()
     batch_size = 0 if varies else kjt.stride()
-    of_features: list[int] = []
+    counts = None
     with torch.no_grad():
         if is_counted_on_device(kjt):
             of_lengths = [batch_size * num for num in splits]
@@ -103,14 +102,11 @@ def _describe(
         elif varies:
             input_splits = kjt.dist_splits(splits)
         else:
-            of_features = num_ids(kjt)
             if order is not None:
                 keys = [keys[feature] for feature in order]
+            counts = Counts(kjt, order)
             # Not by `dist_splits`, whose time grows with the square of the number of ranks.
-            ids_in_order = of_features if order is None else [of_features[feature] for feature in order]
-            ends = [0, *accumulate(ids_in_order)]  # ids of the first features
-            after = [0, *accumulate(splits)]  # features of the first ranks
-            ids_by_rank = [ends[end] - ends[begin] for begin, end in pairwise(after)]
+            ids_by_rank = counts.by_rank(splits)
             of_lengths = [batch_size * num for num in splits]
             input_splits = [of_lengths if label == "lengths" else ids_by_rank for label in kjt.dist_labels()]
         batch_sizes = [] if varies else [[batch_size] * group.size()]
@@ -126,7 +122,7 @@ def _describe(
             device=kjt.device(),
             stagger=stagger_of(all_to_all),
             order=order,
-            num_ids=of_features,
+            counts=counts,
         )
 
 

@@ -5,24 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Entry, PackedExchange, Places, check_none_batches, gather_if_unequal
 from ..runtime import Streams
-from ..tables import num_ids
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
     from .module_flight import ModuleFlight
+
+
+class Counts:
+    """The number of ids of each feature that a part sends, as the host knows them.
+
+    Arrays, not lists: with row-wise tables each rank is sent as many features as there are tables.
+    """
+
+    def __init__(self, kjt: KeyedJaggedTensor, order: tuple[int, ...] | None) -> None:
+        known, num_features = kjt.length_per_key_or_none(), len(kjt.keys())
+        if known is not None and len(known) == num_features:
+            self.of_input: NDArray[np.int64] = np.array(known, np.int64)
+        else:  # `length_per_key` would make a list of it
+            self.of_input = kjt.lengths().view(num_features, kjt.stride()).sum(1, dtype=torch.int64).numpy()
+        self._in_order = self.of_input if order is None else self.of_input[[*order]]
+
+    def by_rank(self, splits: Sequence[int]) -> list[int]:
+        """Return the number of ids for each rank; `splits` has the number of its features."""
+        ends = np.zeros(len(self._in_order) + 1, np.int64)
+        self._in_order.cumsum(out=ends[1:])
+        return np.diff(ends[[0, *accumulate(splits)]]).tolist()
+
+    def columns(self, splits: Sequence[int]) -> NDArray[np.int64]:
+        """Return the number of ids by feature of a rank, and by rank, int64; 0 where a rank has fewer features."""
+        padded = np.zeros((len(splits), max(splits)), np.int64)
+        padded[np.arange(max(splits)) < np.array(splits)[:, None]] = self._in_order
+        return padded.T
 
 
 @dataclass(slots=True)
@@ -40,12 +67,14 @@ class Described:
     device: torch.device
     stagger: int  # TorchRec's order of ranks
     order: tuple[int, ...] | None  # in which the input's features are sent; None: in the input's own
-    num_ids: list[int]  # of each of the input's features, if it has an order
+    counts: Counts | None  # of ids; None if only the device knows them, or if batch sizes vary by feature
 
     @property
     def pieces(self) -> list[list[int]]:
         """Lengths, then ids of each of the input's features; empty without an order."""
-        return [] if self.order is None else [[self.input.stride()] * len(self.num_ids), self.num_ids]
+        if self.order is None or self.counts is None:
+            return []
+        return [[self.input.stride()] * len(self.order), self.counts.of_input.tolist()]
 
     def entries(self, sizes: PartSizes, segments: Sequence[Any]) -> list[Entry]:
         """Return lengths, ids and weights as entries of an all-to-all; `sizes` and `segments` are of what arrives."""
@@ -182,7 +211,7 @@ class InputSizes:
         self, forms: Mapping[str, Form], flight: SparseFlight, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
-        self._columns: list[Sequence[int]] = [
+        self._columns: list[Sequence[int] | NDArray[np.int64]] = [
             [flight.latest_none] * group.size(),
             [flight.rates.digest] * group.size(),
         ]
@@ -208,20 +237,15 @@ class InputSizes:
         types = self._types[name] = types_in(metas[0].labels, metas[0].input_tensors) if metas else ""
         self._columns.append([module_flight.num_found + _MOST_FOUND * crc32(types.encode())] * num_ranks)
         for part, meta in zip(form, metas, strict=True):
-            is_counted = is_counted_on_device(meta.input)
-            if is_counted:
+            if is_counted_on_device(meta.input):
                 self._counted.append(_Counted(len(self._columns), part, meta))
             self._columns += meta.splits_tensors
             if not part.with_lengths:
                 continue
-            if is_counted:
-                counts = [0] * sum(part.splits)
+            if meta.counts is None:  # the device will add them
+                self._columns += [[0] * num_ranks] * part.num_lengths
             else:
-                counts, order = num_ids(meta.input), meta.order
-                counts = counts if order is None else [counts[feature] for feature in order]
-            ends = [*accumulate(part.splits)]  # of the features of each rank
-            by_rank = [counts[end - num : end] for num, end in zip(part.splits, ends, strict=True)]
-            self._columns += zip_longest(*by_rank, fillvalue=0)
+                self._columns += [*meta.counts.columns(part.splits)]
 
     def entry(self, device: torch.device) -> Entry:
         """Return the rows as an entry of an exchange: `(num_ranks, num_columns)`, int64, on this device."""
