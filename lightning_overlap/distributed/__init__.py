@@ -26,9 +26,6 @@ from .failures import timed_out as timed_out
 from .groups import CONSENSUS as CONSENSUS
 from .mismatches import Mismatches as Mismatches
 from .mismatches import Point as Point
-from .packed_alltoall import Entry as Entry
-from .packed_alltoall import PackedExchange as PackedExchange
-from .packed_alltoall import Places as Places
 from .shared_calls import SharedCalls as SharedCalls
 from .stores import ANSWER_S as ANSWER_S
 from .stores import NoAnswerError as NoAnswerError

@@ -28,11 +28,12 @@ from ..compat.torchrec import (
     stay_here,
     tell_lookups,
 )
-from ..distributed import Entry, PackedExchange, gather_if_unequal
+from ..distributed import gather_if_unequal
 from ..runtime import Streams
 from ..tables import input_dists_of, num_ids
 from .input_sizes import Counts, Described, Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
 from .other_forwards import other_forwards
+from .packed_alltoall import Entry, PackedExchange
 
 if TYPE_CHECKING:
     from .flight import SparseFlight

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import Entry, PackedExchange, Places, check_none_batches, gather_if_unequal
+from ..distributed import check_none_batches, gather_if_unequal
 from ..runtime import Streams
+from .packed_alltoall import Entry, PackedExchange, Places
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
@@ -43,7 +44,8 @@ class Counts:
         """Return the number of ids for each rank; `splits` has the number of its features."""
         ends = np.zeros(len(self._in_order) + 1, np.int64)
         self._in_order.cumsum(out=ends[1:])
-        return np.diff(ends[[0, *accumulate(splits)]]).tolist()
+        numbers: list[int] = np.diff(ends[[0, *accumulate(splits)]]).tolist()
+        return numbers
 
     def columns(self, splits: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of ids by feature of a rank, and by rank, int64; 0 where a rank has fewer features."""

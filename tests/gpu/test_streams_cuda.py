@@ -9,10 +9,10 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import StreamName
-from lightning_overlap.distributed import Entry, PackedExchange
 from lightning_overlap.runtime.run_ahead import RunAhead
 from lightning_overlap.runtime.streams import CudaStreams, make_streams
 from lightning_overlap.schedules.modes import STREAMS
+from lightning_overlap.sparse.packed_alltoall import Entry, PackedExchange
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,6 @@ from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.deltas.restoring import shard_tables
 from lightning_overlap.dense.graph import Uses
 from lightning_overlap.dense.split_layers import SplitLayers
-from lightning_overlap.distributed.packed_alltoall import PackedExchange
 from lightning_overlap.plugin import strategy
 from lightning_overlap.plugin.learning_rates import LearningRates
 from lightning_overlap.plugin.loops import fit_loop, preemption, resume
@@ -46,6 +45,7 @@ from lightning_overlap.sparse.input_sizes import InputSizes
 from lightning_overlap.sparse.loss_guard import LossGuard
 from lightning_overlap.sparse.module_flight import ModuleFlight
 from lightning_overlap.sparse.module_forward import ModuleForward
+from lightning_overlap.sparse.packed_alltoall import PackedExchange
 from lightning_overlap.sparse.pipeline import SparsePipeline
 from lightning_overlap.tables import names, sharding
 from lightning_overlap.tables.write_counts import SentInput
@@ -172,7 +172,7 @@ def _lookups_count(patch: pytest.MonkeyPatch) -> None:
 @breaks(
     1,
     "lengths and ids that travelled in one all-to-all are put together in another order of ranks",
-    "distributed/test_packed_alltoall.py::test_what_is_packed_arrives_as_if_sent_apart",
+    "sparse/test_packed_alltoall.py::test_what_is_packed_arrives_as_if_sent_apart",
 )
 def _another_order_of_ranks(patch: pytest.MonkeyPatch) -> None:
     make = PackedExchange.__init__

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_overlap.distributed import Entry, PackedExchange, packed_alltoall
-from lightning_overlap.distributed.packed_alltoall import in_order
 from lightning_overlap.runtime import Streams
 from lightning_overlap.schedules import StreamName
+from lightning_overlap.sparse import packed_alltoall
+from lightning_overlap.sparse.packed_alltoall import Entry, PackedExchange, in_order
 from lightning_overlap.testing import CheckedStreams
 from lightning_overlap.testing.watched_fit import process_group
 
