@@ -127,10 +127,13 @@ class Increments:
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self.settle()
         self._settled(False)  # if that failed
+        self._touched.detach()
+
+    def end(self) -> None:
+        """Remove on rank 0 what rows were merged to, once no save and no merge is under way: nothing will need it."""
         self._forget_merged()
         self._newest = None
         self.discard_used()
-        self._touched.detach()
 
     def settle(self) -> None:
         """Wait until the rows of the last save are copied: from here on anybody may write tables."""

@@ -156,6 +156,7 @@ class FolderSaver:
         self._merge: Callable[[threading.Event], None] | None = None  # to be begun
         self._stop_merging = threading.Event()
         self._merging: list[Future[None]] = []  # one merges, the others wait for it
+        self._at_rest: list[Callable[[], None]] = []  # to be called when no save and no merge is under way
 
     def save(
         self,
@@ -237,6 +238,12 @@ class FolderSaver:
         save = self._under_way[0]
         self._under_way.append(self._executor.submit(lambda: None if save.exception() else action()))
 
+    def at_rest(self, action: Callable[[], None]) -> None:
+        """Call a function once the save and the merge under way have ended or failed; at once if there is none."""
+        self._at_rest.append(action)
+        if all(one.done() for one in self._under_way + self._merging):
+            self._rest()
+
     def wait(self, *, stops_merge: bool = False) -> None:
         """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed.
 
@@ -248,8 +255,15 @@ class FolderSaver:
             self.wait_merged()
             self._stop_merging = threading.Event()
         futures.wait(under_way)
+        if stops_merge:
+            self._rest()
         for done in under_way:
             done.result()
+
+    def _rest(self) -> None:
+        actions, self._at_rest = self._at_rest, []
+        for action in actions:
+            action()
 
     def wait_merged(self) -> None:
         """Wait until increments are merged, if they are being merged."""

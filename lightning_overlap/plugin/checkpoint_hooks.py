@@ -139,6 +139,8 @@ class SavesShards(HasRun):
                 )
             access = fit.sparse.table_access
             fit.increments = Increments(self._module, access, self.checkpoint_group, self.most_increments)
+            # After an error a save may still be under way, which links to the files that `end` removes.
+            undo.callback(self._folder_saver.at_rest, fit.increments.end)
             undo.callback(fit.increments.detach)
             undo.callback(self._folder_saver.forget_merge)
 

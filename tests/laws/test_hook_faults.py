@@ -1,10 +1,13 @@
 """Law 6, in any hook of the user on one rank, while a checkpoint is written: all ranks end soon, its error is known."""
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from lightning_overlap.consolidate import main as consolidate
 
 from ..support.ranks import Ranks, free_port
 from .hook_faults import HOOKS, TIMEOUT_S, Ended, fail_in_hook
@@ -25,9 +28,12 @@ def test_a_hook_that_raises_on_one_rank(two_ranks: Ranks) -> None:
     )
     @example(("module", "on_train_batch_start"), 1, "fused_sparse_dist", INCREMENTAL)
     @example(("module", "on_before_batch_transfer"), 0, "fused_sparse_dist", INCREMENTAL)
+    @example(("module", "training_step"), 0, "fused_sparse_dist", {**INCREMENTAL, "most_increments": 0})
     def all_end(hook: tuple[str, str], rank: int, pipeline: str, options: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             ends: list[Ended] = two_ranks.run(fail_in_hook, folder, free_port(), hook, rank, pipeline, options)
+            for path in [*Path(folder).iterdir()]:  # nothing else is left
+                assert consolidate([str(path), f"{path}.whole"]) == 0
         raised, other = ends[rank], ends[1 - rank]
         assert raised.said == f"InjectedError: {hook[1]}"
         assert not any("failed as well" in note for note in raised.notes), "what was being written is complete"
