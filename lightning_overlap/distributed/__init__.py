@@ -28,6 +28,7 @@ from .mismatches import Mismatches as Mismatches
 from .mismatches import Point as Point
 from .shared_calls import SharedCalls as SharedCalls
 from .stores import ANSWER_S as ANSWER_S
+from .stores import DeadlineStore as DeadlineStore
 from .stores import NoAnswerError as NoAnswerError
 from .stores import Store as Store
 from .stores import default_store as default_store

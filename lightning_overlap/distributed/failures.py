@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -38,7 +37,6 @@ PEER_LOST = (
     "/gloo/",
     "NCCL",
 )
-_num_runs = itertools.count()
 _sockets: dict[int, str] = {}  # descriptor -> its socket at that time, since descriptors are reused
 
 
@@ -61,13 +59,12 @@ def _stderr() -> str:
 
 
 class FirstCause:
-    """Finds the rank that failed first. No method raises: the store ends with the rank that keeps it."""
+    """Finds the rank that failed first in a run. No method raises: the store ends with the rank that keeps it."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, run: int) -> None:
         self.store = store
         self.rank = rank
-        # Every rank makes equally many of these objects, in the same order.
-        self.key = f"lightning_overlap/first_cause/{next(_num_runs)}"
+        self.key = f"lightning_overlap/first_cause/{run}"
         self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 
     def note(self, error: BaseException, place: str) -> None:

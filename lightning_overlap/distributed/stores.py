@@ -67,6 +67,14 @@ class DeadlineStore:
         self._connection = Connection(store)
         self._unanswered: dict[int, float] = {}  # calls under way -> when they began
         self._numbers = itertools.count()
+        self._counters: dict[str, itertools.count[int]] = {}
+
+    def next_number(self, of: str) -> int:
+        """Return how often this process has asked for a number `of` something before, with this store.
+
+        Ranks that ask alike have equal numbers, also if an error in an earlier process group ended their asking alike.
+        """
+        return next(self._counters.setdefault(of, itertools.count()))
 
     def within(self, timeout_s: float) -> DeadlineStore:
         """Return the same store with another deadline."""

@@ -49,7 +49,7 @@ class FailsTogether(SavesShards):
                 raise
         # All ranks come here, so their messages begin anew with each run.
         store = default_store(ANSWER_S)
-        self._first_cause = None if store is None else FirstCause(store, self.global_rank)
+        self._first_cause = None if store is None else FirstCause(store, self.global_rank, store.next_number("runs"))
         self._all_failed = False
 
     @override

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..distributed import Store
+from ..distributed import DeadlineStore
 from ..tables import OutOfRangeIds, SetRates
 from .loss_guard import LossGuard
 
@@ -15,7 +15,7 @@ class SparseOptions:
     method: str = "training_step"  # the LightningModule's method in which sharded modules get early embeddings
     trains: bool = True  # whether a backward follows; other lookups must not count for the fused optimizers
     rank: int = 0  # this process's rank; rank 0 prints warnings
-    store: Store | None = None  # in which ranks compare their calls; needed with more than one rank
+    store: DeadlineStore | None = None  # in which ranks compare their calls; needed with more than one rank
     set_rates: SetRates | None = None  # gives TBE kernels the scheduler's rates; None if no scheduler moves them
     any_rank: Callable[[bool], bool] = bool  # whether any rank passed True: an all-reduce on the host, of all ranks
     warned: set[tuple[str, str | None]] = field(default_factory=set)  # warnings given so far, of all pipelines of a run

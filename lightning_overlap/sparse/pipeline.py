@@ -1,6 +1,5 @@
 """The sparse stages of a model's sharded modules, put together: what a walker and its flights use."""
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,8 +24,6 @@ from .overwritten import OverwrittenLookups
 from .present_step import PresentStep
 from .unread_gradients import leave_out_unread_gradients
 
-_num_made = itertools.count()
-
 
 class SparsePipeline:
     """The sparse stages of a model's outermost sharded modules; only the input dist sends its traffic in `group`."""
@@ -44,9 +41,9 @@ class SparsePipeline:
         self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
         # Batches whose gradients are sent and whose update is to come; a walker's `DeferredUpdates` makes the updates.
         self.to_update: dict[int, SparseFlight] = {}
-        key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self.mismatches: Mismatches | None = None  # None on one rank
         if group is not None and options.store is not None:
+            key = f"lightning_overlap/{options.store.next_number('pipelines')}"  # all ranks make as many
             self.mismatches = Mismatches(options.store, key, group.rank(), group.size(), options.timeout_s)
         # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
         sends_within = options.multi_node and options.fills_waits and options.trains and not streams.is_async

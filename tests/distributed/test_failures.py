@@ -1,22 +1,20 @@
 """What ranks of one terminal print that end with an error."""
 
-import itertools
 import sys
 
 import pytest
 import torch.distributed as dist
 
-from lightning_overlap.distributed import FirstCause, failures, print_last
+from lightning_overlap.distributed import FirstCause, print_last
 
 
 @pytest.fixture
 def causes(monkeypatch: pytest.MonkeyPatch) -> list[FirstCause]:
-    monkeypatch.setattr(failures, "_num_runs", itertools.repeat(0))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"traceback of {error}", file=sys.stderr))
     store = dist.HashStore()
-    return [FirstCause(store, 0), FirstCause(store, 1)]
+    return [FirstCause(store, rank, run=0) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
