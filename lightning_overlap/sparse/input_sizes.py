@@ -200,10 +200,10 @@ class InputSizes:
                                     module A                                                        module B
         latest None batch | rates | inputs found | part 0: sizes | ids per feature, 0, .. | part 1 .. | inputs found
 
-    `rates` is a digest of the learning rates. Above `inputs found` is a checksum of the tensors' types. `sizes` are the
-    numbers of elements of lengths, ids and weights that go to that rank, and the batch size. Zeros fill the ids per
-    feature up to the largest number of features of any rank. `forms` has the same order on all ranks; one that lacks an
-    input sends zeros.
+    `rates` is a digest of the learning rates. The upper bits of `inputs found` are a checksum of the tensors' types.
+    `sizes` are the numbers of elements of lengths, ids and weights that go to that rank, and the batch size. Zeros fill
+    the ids per feature up to the largest number of features of any rank. `forms` has the same order on all ranks; a
+    rank without an input sends zeros.
 
     TorchRec 1.8 makes the host wait twice more, for the sizes it sends (an overflow check) and for the received ids per
     feature. Here one read gets both. A kernel adds what only the device knows (ids of row-wise tables).

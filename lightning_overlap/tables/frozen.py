@@ -1,9 +1,10 @@
-"""Frozen tables (requires_grad=False): nothing is computed or sent for their backward, as unsharded.
+"""Frozen tables (requires_grad=False): no kernel computes their backward, as unsharded.
 
 TorchRec's kernels know no frozen tables: they update what they are given, at a rate of 0. But a frozen table's fused
-optimizer is like no trained table's (`apply_fused_optimizer`), so that it has a kernel with other frozen ones. The
-graph of embeddings leaves such kernels out. What is sent in a backward has to be alike on all ranks, so a whole part of
-a module (`lookups_of`) has a graph on all ranks, or on none.
+optimizer is like no trained table's (`apply_fused_optimizer`), so it shares a kernel with frozen tables only. The graph
+of embeddings leaves such kernels out. What is sent in a backward has to be alike on all ranks, so a whole part of a
+module (`lookups_of`) has a graph on all ranks, or on none: gradients of frozen tables are sent with those of trained
+ones.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -39,7 +40,7 @@ def leave_out_frozen(module: nn.Module) -> None:
         without = [kernel for tables, kernel in kernels if _all_in(frozen, tables)]
         for kernel in without:
             kernel.register_forward_hook(_leave_out, with_kwargs=True)
-        if is_frozen and not kernels:  # TorchRec returns an empty tensor that requires a gradient
+        if is_frozen:
             lookup.register_forward_hook(_detached)
         elif not is_frozen and kernels and len(without) == len(kernels):
             lookup.register_forward_hook(_EndsAt(without[0]))
@@ -100,12 +101,14 @@ def _leave_out(kernel: nn.Module, args: Any, kwargs: Mapping[str, Any], embeddin
     return embeddings.detach()
 
 
-def _detached(lookup: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-    return embeddings.detach()
+def _detached(lookup: nn.Module, args: tuple[KeyedJaggedTensor], embeddings: Tensor) -> Tensor | None:
+    """Detach what has a graph on ranks without kernels, and with `vbe_output`: they alone would send gradients."""
+    weights = args[0].weights_or_none()
+    return None if weights is not None and weights.requires_grad else embeddings.detach()
 
 
 class _EndsAt:
-    """Gives embeddings of frozen tables a graph that ends at a kernel's weight, as other ranks' embeddings have one.
+    """Gives this rank's embeddings a graph too, because those of other ranks have one; it ends at a kernel's weight.
 
     Otherwise this rank would not take part in the all-to-all of the gradients. It is the weight at which the kernel's
     own graph would end: autograd knows the stream of this leaf (`Streams.hold_leaves`).

@@ -30,6 +30,8 @@ CPU_FUSED_OPTIMIZERS = ONLY_BY_GRADIENTS
 _UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
 """Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
 
+_OF_FROZEN = 5e-324  # the smallest number there is: nobody gives SGD this `eps`, which it does not use
+
 _DENSE = (
     "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
     "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
@@ -278,8 +280,8 @@ def apply_fused_optimizer(
                 )
             table.parameter.requires_grad_(True)
             # The fused kernel updates whatever it is given, so at a rate of 0. TorchRec puts tables of equal arguments
-            # into one kernel: the explicit weight decay keeps this one apart from tables whose rate begins at 0.
-            table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
+            # into one kernel: a number that SGD does not use keeps this one apart from tables whose rate begins at 0.
+            table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "eps": _OF_FROZEN})
             table.parameter.requires_grad_(False)
         elif fused is not None:
             table.apply_fused_optimizer(*fused)

@@ -7,8 +7,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
@@ -88,6 +96,70 @@ def trained_weights(case: Case, pipeline: str) -> tuple[float, dict[str, list[bo
     plan = make_plan(case, module, dist.get_world_size())
     caller_fits.fit(module, plan, Variant(case, "", NUM_STEPS), pipeline, limit_val_batches=0)
     return module.scale.item(), module.graphs
+
+
+class VaryingSizes(LightningModule):
+    """Frozen tables, whose features have batches of different sizes (VBE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (PoolingType.SUM, PoolingType.MEAN, PoolingType.SUM)
+        tables = [
+            EmbeddingBagConfig(name=f"t{at}", num_embeddings=9, embedding_dim=4, feature_names=[f"f{at}"], pooling=kind)
+            for at, kind in enumerate(kinds)
+        ]
+        self.ebc = EmbeddingBagCollection(tables).requires_grad_(False)
+        self.linear = nn.Linear(12, 1)
+        self.graphs: list[bool] = []
+
+    def training_step(self, batch: KeyedJaggedTensor) -> Tensor:
+        embeddings = self.ebc(batch).values()
+        self.graphs.append(embeddings.requires_grad)
+        return self.linear(embeddings).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.linear.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        sizes = [2, 3, 4]
+        inverse = torch.stack([torch.arange(4) % size for size in sizes])
+        batch = KeyedJaggedTensor(
+            ["f0", "f1", "f2"],
+            torch.arange(9),
+            lengths=torch.ones(9, dtype=torch.int64),
+            stride_per_key_per_rank=[[size] for size in sizes],
+            inverse_indices=(["f0", "f1", "f2"], inverse),
+        )
+        return DataLoader([batch] * NUM_STEPS, batch_size=None)  # type: ignore[arg-type]
+
+
+def fit_varying_sizes(pipeline: str) -> list[bool]:
+    """Train with two frozen kernels on rank 0 and one on rank 1; return whether embeddings had a graph, by step.
+
+    Several kernels write one `vbe_output` on CUDA. FBGEMM's kernels for a CPU take none, and ignore it here.
+    """
+    on_cpu, module = SplitTableBatchedEmbeddingBagsCodegen.forward, VaryingSizes()
+
+    def forward(self: Any, *args: Any, vbe_output: Any = None, vbe_output_offsets: Any = None, **kwargs: Any) -> Tensor:
+        return on_cpu(self, *args, **kwargs)
+
+    def of_several(self: Any, inputs: Any, device: torch.device) -> Tensor:
+        given = {"vbe_output": torch.empty(0), "vbe_output_offsets": torch.empty(0)}
+        found = [kernel(features, **given) for kernel, features in zip(self._emb_modules, inputs, strict=True)]
+        return self._merge_variable_batch_embeddings(found, self._vbe_splits(inputs))
+
+    with (
+        mock.patch.object(SplitTableBatchedEmbeddingBagsCodegen, "forward", forward),
+        mock.patch.object(GroupedPooledEmbeddingsLookup, "_forward_with_vbe_merging", of_several),
+    ):
+        places = {
+            name: table_wise(rank=rank, compute_kernel="fused") for name, rank in (("t0", 0), ("t1", 0), ("t2", 1))
+        }
+        size, sharder = dist.get_world_size(), EmbeddingBagCollectionSharder()
+        plan = construct_module_sharding_plan(module.ebc, places, sharder, size, size, "cpu")
+        strategy = OverlapEmbeddingStrategy(pipeline, sharding=ShardingPlan({"ebc": plan}))
+        make_trainer(strategy).fit(module)
+    return module.graphs
 
 
 # -- frozen tables beside trained ones ---------------------------------------------------------------------------------

@@ -43,6 +43,12 @@ def test_weights_of_their_ids_are_trained_on_one_rank(get_ranks: Callable[..., R
     assert all(graphs["ebc"])
 
 
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_batch_sizes_that_differ_by_feature(two_ranks: Ranks, pipeline: str) -> None:
+    """Else a rank with several kernels would send gradients that the other does not receive."""
+    assert two_ranks.run(frozen_tables.fit_varying_sizes, pipeline) == [[False] * NUM_STEPS] * 2
+
+
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 FEATURES = (("f0",), ("f1",), ("f1", "f2"), ("f3",))
 OPTIMIZERS = {

@@ -114,12 +114,12 @@ class ZeroAtFirst(Scheduled):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def frozen_beside_zero() -> tuple[bool, bool]:
+def frozen_beside_zero(kwargs: dict[str, float]) -> tuple[bool, bool]:
     """Whether a table with a rate of zero, and a frozen one, have moved after a schedule raised the rate."""
     model = ZeroAtFirst(ROWWISE_ADAGRAD, fused_optimizer=False)
     model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
     before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
-    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.0}))
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, kwargs))
     make_trainer(strategy).fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 4))
     moved = {name.split()[0]: not torch.equal(t, before[name.split()[0]]) for name, t in collect_tables(model).items()}
     return moved["t0"], moved["t1"]
@@ -215,8 +215,11 @@ def test_schedulers(get_ranks: Callable[..., Ranks], name: str, dense: str) -> N
     assert len(set(seen)) > 1
 
 
-def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(get_ranks: Callable[..., Ranks]) -> None:
-    assert get_ranks(1).run(frozen_beside_zero) == [(True, False)]
+@pytest.mark.parametrize("kwargs", [{"lr": 0.0}, {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0}], ids=len)
+def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(
+    get_ranks: Callable[..., Ranks], kwargs: dict[str, float]
+) -> None:
+    assert get_ranks(1).run(frozen_beside_zero, kwargs) == [(True, False)]
 
 
 def test_a_rate_that_was_not_given_is_the_kernels(get_ranks: Callable[..., Ranks]) -> None:
