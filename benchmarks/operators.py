@@ -134,7 +134,7 @@ def measure(
     for number in range(num_rounds):
         for arm in configs if number % 2 else reversed(configs):
             name, *words = arm.split()
-            job = _job(configs[arm], data, loader, dict(word.split("=") for word in words))
+            job = _job(configs[arm], data, loader, dict(word.split("=", 1) for word in words if "=" in word))
             rounds[arm].append(run(name, job, num_steps))
     return rounds
 

@@ -58,7 +58,7 @@ class DeadlineStore:
     Each call has a thread of its own, which it leaves behind if no answer comes. The time counts from the oldest call
     without an answer: those after it wait in torch's store behind it.
 
-    No call is made once the store's server has closed the connection, since torch would print of it on stderr. A
+    No call is made once the store's server has closed the connection, because torch would print an error on stderr. A
     dist.DistNetworkError tells so.
     """
 
@@ -70,9 +70,9 @@ class DeadlineStore:
         self._counters: dict[str, itertools.count[int]] = {}
 
     def next_number(self, of: str) -> int:
-        """Return how often this process has asked for a number `of` something before, with this store.
+        """Return how many times this process has called this for `of`, with this store.
 
-        Ranks that ask alike have equal numbers, also if an error in an earlier process group ended their asking alike.
+        Ranks that make the same calls get the same numbers, also after an error in an earlier process group.
         """
         return next(self._counters.setdefault(of, itertools.count()))
 
@@ -184,16 +184,13 @@ class Connection:
         """Whether the server has closed it, as far as this process knows; does not wait."""
         if self._port is None:
             return False
-        if self._socket is None or name_of_socket(self._socket[0]) != self._socket[1]:
-            self._socket = next((one for one in open_sockets().items() if _leads_to(one[0], self._port)), None)
-        if self._socket is None:
-            return False
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._socket[0])) as one:
-            try:
-                return one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-            except BlockingIOError:  # there is nothing to read, as there should be
-                return False
-        return True
+        known = self._socket  # other threads may find another
+        if known is not None and name_of_socket(known[0]) == known[1]:
+            return _is_closed(known[0])
+        # The socket of an older store may lead to a server that has ended, which had the same port.
+        leading = [one for one in open_sockets().items() if _leads_to(one[0], self._port)]
+        self._socket = known = next((one for one in leading if not _is_closed(one[0])), None)
+        return bool(leading) and known is None
 
 
 def open_sockets() -> dict[int, str]:
@@ -222,6 +219,21 @@ def _listens(number: int, port: int) -> bool:
         listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         return is_ip and bool(listens) and bool(one.getsockname()[1] == port)
     return False
+
+
+def _is_closed(number: int) -> bool:
+    """Return whether the other end has closed a socket; False if no copy of the descriptor can be made."""
+    try:
+        copy = os.dup(number)
+    except OSError:
+        return False
+    with socket.socket(fileno=copy) as one:
+        try:
+            return one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:  # there is nothing to read, as there should be
+            return False
+        except OSError:
+            return True
 
 
 def _leads_to(number: int, port: int) -> bool:

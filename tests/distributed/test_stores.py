@@ -1,5 +1,6 @@
 """`DeadlineStore`: a store's server that is stopped, has ended, or answers."""
 
+import errno
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap.distributed import NoAnswerError
-from lightning_overlap.distributed.stores import DeadlineStore
+from lightning_overlap.distributed.stores import DeadlineStore, port_of
 
 TIMEOUT_S = 0.5
 
@@ -29,24 +31,30 @@ class Server(NamedTuple):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preloaded"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=keep_a_store, args=(theirs,))
-    process.start()
+    process, port = start_server(0)
 
     def end() -> None:
         process.kill()
         process.join()
 
-    client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, timeout=timedelta(seconds=20))
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     assert process.pid is not None
     yield Server(process.pid, DeadlineStore(dist.PrefixStore("a", dist.PrefixStore("b", client)), TIMEOUT_S), end)
     end()
 
 
-def keep_a_store(pipe: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def start_server(port: int) -> tuple[Any, int]:
+    """Return the process of a store's server, and the port: 0 stands for a free one."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=keep_a_store, args=(theirs, port))
+    process.start()
+    return process, ours.recv()
+
+
+def keep_a_store(pipe: Any, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     threading.Event().wait()
 
@@ -89,6 +97,29 @@ def test_a_server_that_has_ended_is_told_by_an_error_alone(server: Server, capfd
         with pytest.raises(dist.DistNetworkError, match="has ended"):
             call(server.store)
     assert capfd.readouterr().err == ""
+
+
+def test_an_older_stores_server_on_the_same_port_is_not_taken_for_it(server: Server) -> None:
+    """The older store is held, by a reference cycle, say, and its socket comes first."""
+    older, port = server.store, port_of(server.store)
+    assert port is not None
+    older.set("k", "v")
+    server.end()
+    process, _ = start_server(port)
+    try:
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        assert DeadlineStore(client, timeout_s=20).add("n", 1) == 1
+        with pytest.raises(dist.DistNetworkError, match="has ended"):
+            older.set("k", "v")
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_process_without_free_descriptors_has_its_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.store.add("n", 1) == 1
+    monkeypatch.setattr(os, "dup", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    assert server.store.add("n", 1) == 2
 
 
 def test_the_process_that_keeps_the_store_waits_for_keys_at_its_end(server: Server) -> None:
