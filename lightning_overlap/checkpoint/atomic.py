@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import not_checkpoints
-from .not_checkpoints import others_in
+from .not_checkpoints import CHECKSUMS_NAME, others_in
 
 
 def sibling(path: Path, what: str) -> Path:
@@ -54,11 +54,23 @@ def check_replaceable(path: Path) -> None:
         not_checkpoints.check_replaceable(path, names, lambda name: (path / name).read_bytes())
 
 
+def make_unfinished(path: Path) -> None:
+    """Make an empty folder for a checkpoint at `path`, in the place of what an interrupted save has left."""
+    check_replaceable(path)
+    unfinished = sibling(path, "unfinished")
+    if (unfinished / CHECKSUMS_NAME).is_file():  # complete, so it may be the old one of an interrupted exchange
+        _keep_others(unfinished, path)
+    remove(unfinished)
+    unfinished.mkdir(parents=True)
+
+
 def _keep_others(old: Path, new: Path) -> None:
-    """Move what users have put into a checkpoint's folder to the one that has replaced it."""
+    """Move what users have put into a checkpoint's folder to the one that has replaced it, unless that has the name."""
     if _is_real_folder(old) and _is_real_folder(new):
-        for name in others_in(entry.name for entry in old.iterdir()):
-            (old / name).rename(new / name)
+        names = [entry.name for entry in old.iterdir()]
+        for name in others_in(names, lambda name: (old / name).read_bytes()):
+            if not os.path.lexists(new / name):
+                (old / name).rename(new / name)
 
 
 def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
@@ -86,10 +98,11 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
     elif exchange(unfinished, path):
         _keep_others(unfinished, path)
     else:  # as on NFS; `resolve_path` finds the old one between the renames
+        _keep_others(being_replaced(path), path)  # of an interrupted save
         discard(being_replaced(path))
         path.rename(being_replaced(path))
         unfinished.rename(path)
-        _keep_others(being_replaced(path), path)
+    _keep_others(being_replaced(path), path)
     _sync(path.parent)
     remove(unfinished)  # after a swap, the old one
     discard(being_replaced(path))

@@ -6,18 +6,16 @@ the marker lists the files of earlier saves: those of `base/`, and those of rows
 - `base/`: the files of a whole checkpoint, as hard links;
 - `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`; hard links but for
   the newest K. `rows.json` says which file has what, in the order in which they are applied;
-- `.metadata` and `*.distcp`: all that is no row of a fused table, as of this save, in the place of what `base/` has;
-  all ids of managed collision modules, too;
+- `.metadata` and `*.distcp`: everything except rows of fused tables, as of this save; it replaces what `base/` has of
+  it. All ids of managed collision modules, too;
 - `increment.pt`, in the place of a whole folder's `meta.pt`: readers that do not know increments find no checkpoint.
 """
 
 import json
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -30,7 +28,15 @@ from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
 from .atomic import disk_errors
 from .checksums import Checksums, HashingFiles, SavedFile, read_checksums
-from .not_checkpoints import BASE_FOLDER, CHECKSUMS_NAME, INCREMENT_NAME, METADATA_NAME, DamagedError, damaged_part
+from .not_checkpoints import (
+    BASE_FOLDER,
+    CHECKSUMS_NAME,
+    INCREMENT_NAME,
+    METADATA_NAME,
+    DamagedError,
+    damaged_part,
+    is_own_file,
+)
 from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
@@ -105,21 +111,31 @@ class Increments:
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
         rank = 0 if group is None else group.rank()
-        mark = partial(TouchedRows, model, access, rank=rank, states=True, on_settled=self._settled)
-        self._touched = together(mark, group, alike=(ValueError,))  # only some ranks may have a kernel without rows
+        made: list[TouchedRows] = []
+
+        def mark() -> TouchedRows:
+            made.append(TouchedRows(model, access, rank=rank, states=True, on_settled=self._settled))
+            return made[0]
+
+        try:
+            self._touched = together(mark, group, alike=(ValueError,))  # only some ranks may have a kernel without rows
+        except BaseException:
+            for touched in made:
+                touched.detach()
+            raise
         self._group, self._most = group, most
         self.fused = FusedTables(model)
         mine = {field.shard.name for field in self._touched.fields}
         self._tables = {name for names in gather_objects(mine, group) for name in names}
         self._num_writes = 0
-        self._is_saved = False  # whether what the marks are since has been saved
+        self._is_saved = False  # whether the save at which the marks began is complete
         self._newest: Newest | None = None
         self._increment: Increment | None = None  # whose rows may still be copied
         self._can_link = True
         self._merged: _Merged | None = None  # what a thread has merged; the next save begins to use it
         self._is_lost = False  # whether a merge has failed since the last save
         self._one_change = threading.Lock()  # of `_merged`, `_is_lost` and what `_newest` is merged to
-        self._used: list[CheckpointPlace] = []  # what was merged, and is in a checkpoint since, or is not needed
+        self._used: list[CheckpointPlace] = []  # merged, to remove: a later checkpoint has its files, or none needs it
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
@@ -271,7 +287,7 @@ class Increments:
         self._merged, self._is_lost = None, False
 
     def discard_used(self) -> None:
-        """Remove on rank 0 what a checkpoint after it stands on: it has links to these files, or lists them."""
+        """Remove merged folders on rank 0; later checkpoints have links to their files, or list them."""
         while self._used:
             or_warn(self._used.pop().discard)
 
@@ -306,7 +322,8 @@ class Increment:
     def wait(self) -> None:
         """Wait in the thread that writes for `settle`, for a second: then settle here.
 
-        The training thread may wait for a rank that has failed, and that waits for this save.
+        The training thread may wait for a rank that has failed, and that waits for this save. A single operator that
+        writes a table for longer than that is not noticed: torch counts a write when it has ended.
         """
         if not self._is_settled.wait(SETTLES_WITHIN_S):
             self._settle_in_thread()
@@ -339,7 +356,8 @@ class Increment:
             assert isinstance(merged.checksums.place, LocalPlace)
             base = merged.checksums.place.path
         skipped = {METADATA_NAME} if newest.is_whole else set()
-        shutil.copytree(base, unfinished / BASE_FOLDER, copy_function=os.link, ignore=lambda *_: skipped)
+        (unfinished / BASE_FOLDER).mkdir()
+        link_files(base, unfinished / BASE_FOLDER, skipped)
         for name in self.rows:
             os.link(folder / name, unfinished / name)
         return None
@@ -384,11 +402,18 @@ class Increment:
         return json.dumps({name: one.places for name, one in self.rows.items()}).encode()
 
 
+def link_files(folder: Path, into: Path, skipped: Collection[str] = ()) -> None:
+    """Make hard links to a checkpoint's own files in a folder, not to what users have put there."""
+    for entry in folder.iterdir():
+        if is_own_file(entry.name) and entry.name not in skipped:
+            os.link(entry, into / entry.name)
+
+
 def _identity(place: CheckpointPlace) -> Any:
     """Return what changes when a checkpoint is saved again or removed; an OSError if it is gone."""
     if isinstance(place, LocalPlace):
         found = (place.path / CHECKSUMS_NAME).stat()
-        return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino, found.st_mtime_ns  # file systems use the number of a removed file again
     checksums = read_checksums(place)
     return None if checksums is None else checksums.save
 

@@ -39,29 +39,38 @@ class DamagedError(ValueError):
     """A checkpoint does not have what was saved: bytes changed, a file is missing, or files are of different saves."""
 
 
-def others_in(names: Iterable[str]) -> list[str]:
-    """Return those names in a folder that no file of a checkpoint of this strategy has."""
-    own = (BASE_FOLDER, CHECKSUMS_NAME)
-    return sorted(
-        name for name in names if name not in own and not (OF_A_DISK.fullmatch(name) or SAVE_NAME.fullmatch(name))
-    )
+def is_own_file(name: str) -> bool:
+    """Return whether a file of a checkpoint on a disk may have this name."""
+    return name == CHECKSUMS_NAME or OF_A_DISK.fullmatch(name) is not None
 
 
-def check_replaceable(shown: object, names: Iterable[str], read: Callable[[str], bytes]) -> None:
+def others_in(names: Iterable[str], read: Callable[[str], bytes], *, in_store: bool = False) -> list[str]:
+    """Return those names in a folder that no file of a checkpoint of this strategy has; `read` as below."""
+    inside = set(names)
+    # The folder of a save is a checkpoint's own if its checksums name it, as in a copy from a store.
+    listed = read(CHECKSUMS_NAME) if CHECKSUMS_NAME in inside and any(map(SAVE_NAME.fullmatch, inside)) else b""
+    saves = {one for one in inside if SAVE_NAME.fullmatch(one) and (in_store or one.encode() in listed)}
+    base = {BASE_FOLDER} if in_store or INCREMENT_NAME in inside else set()
+    return sorted(name for name in inside - saves - base if not is_own_file(name))
+
+
+def check_replaceable(
+    shown: object, names: Iterable[str], read: Callable[[str], bytes], *, in_store: bool = False
+) -> None:
     """Raise a FileExistsError if a save would remove a folder that no save of this strategy has written.
 
     `names` are those in the folder, and `read` returns the bytes of one. A damaged checkpoint may be replaced, unless
     the folder has other files as well.
     """
     inside = list(names)
-    if all(SAVE_NAME.fullmatch(name) for name in inside):  # nothing, or the leftovers of a save
+    if all(in_store and SAVE_NAME.fullmatch(name) for name in inside):  # nothing, or the leftovers of a save
         return
-    others = others_in(inside)
+    others = others_in(inside, read, in_store=in_store)
     if CHECKSUMS_NAME in inside and (not others or _IS_OURS.search(read(CHECKSUMS_NAME))):
         return
     has = some(others or sorted(inside))
     raise FileExistsError(
-        f"{shown} is a folder with {has}, which no checkpoint of this strategy is: a save would replace it. Save under "
+        f"{shown} is a folder with {has}, which this strategy has not written: a save would replace it. Save under "
         "another name, or move the folder away."
     )
 

@@ -173,9 +173,7 @@ class LocalPlace:
 
     def begin(self, save: str) -> None:
         """Make the folder that is to be renamed; a FileExistsError as `check_replaceable` raises."""
-        atomic.check_replaceable(self.path)
-        atomic.remove(self.unfinished)
-        self.unfinished.mkdir(parents=True)
+        atomic.make_unfinished(self.path)
 
     def writer_files(self, save: str) -> tuple[FileSystemBase, str]:
         """Return torch's own file system."""

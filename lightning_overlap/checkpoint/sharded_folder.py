@@ -1,7 +1,6 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint."""
 
 import io
-import os
 import pickle
 import shutil
 import threading
@@ -30,10 +29,10 @@ from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, gather_on_rank_zero, together, warn_on_rank_zero
 from ..tables import ShardedStateNames
 from ..text import check_known, some, without_secrets
-from .atomic import being_replaced, disk_errors, sibling
+from .atomic import being_replaced, check_replaceable, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
-from .incremental import ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, put_rows
+from .incremental import ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, link_files, put_rows
 from .managed_collision_state import collision_state, pieces_for
 from .merged_rows import MergedRows
 from .moved_ids import move_ids, segment_names
@@ -316,7 +315,7 @@ def _write(
         if increment is not None:
             base = increment.link(place)
         elif increments is not None:
-            or_warn(place.merged.discard)  # of a run that was killed
+            or_warn(partial(_discard_merged, place.merged))  # of a run that was killed
 
     def finish() -> None:
         where = place.where(name)
@@ -375,7 +374,10 @@ def _merge(
     def begin() -> None:
         target.begin(name)
         if isinstance(place, LocalPlace) and isinstance(target, LocalPlace):  # files in a store stay
-            shutil.copytree(place.path, target.unfinished / _SOURCE, copy_function=os.link)
+            linked = target.unfinished / _SOURCE
+            (linked / BASE_FOLDER).mkdir(parents=True)
+            link_files(place.path, linked)
+            link_files(place.path / BASE_FOLDER, linked / BASE_FOLDER)
             if not is_there():  # then these may be links to files of two checkpoints
                 raise StoppedError
 
@@ -414,11 +416,21 @@ def _merge(
         if has_failed:
             increments.note_merged(increment, None)
         with suppress(OSError):
-            target.discard()
+            _discard_merged(target)
         if has_failed:
             warn_on_rank_zero(
                 f"could not merge the increments of {place}, so the next checkpoint is whole: {_in_words(err)}"
             )
+
+
+def _discard_merged(target: Place) -> None:
+    """Remove what rows were merged to, or a part of it; not a folder that somebody else has written."""
+    if isinstance(target, LocalPlace):
+        try:
+            check_replaceable(target.path)
+        except FileExistsError:
+            return
+    target.discard()
 
 
 _SOURCE = "from"  # in an unfinished merge: the checkpoint whose rows are merged

@@ -188,7 +188,7 @@ class StorePlace:
 
     def check_replaceable(self) -> None:
         """Raise a FileExistsError if this is somebody else's folder: a save would remove some of its files."""
-        check_replaceable(self, self._names(self._path), self.read)
+        check_replaceable(self, self._names(self._path), self.read, in_store=True)
 
     def writer_files(self, save: str) -> tuple[FileSystemBase, str]:
         """Return files that are uploaded as they are written."""

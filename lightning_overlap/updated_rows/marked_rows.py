@@ -75,7 +75,7 @@ class MarkedRows:
 
     @contextmanager
     def _resetting(self, name: str, module: nn.Module, rows: Mapping[str, Tensor]) -> Iterator[None]:
-        """Mark the rows that a module resets in this context, by table; its writes are no others' writes."""
+        """Mark the rows that a module resets in this context, by table; its writes do not count in `num_writes`."""
         self._before_update()
         before, of_states = sum(num_fused_writes(module)), self._num_state_writes
         yield

@@ -96,7 +96,7 @@ class TouchedRows:
         return self._note_whole()
 
     def settle_in_thread(self) -> bool:
-        """The same in another thread than the one that trains, which may wait for other ranks and not come to it."""
+        """The same, for another thread: the one that trains may be waiting for other ranks."""
         copy = self._copy
         if self._is_whole is None and copy is not None:
             copy.wait_read()

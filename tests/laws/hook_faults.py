@@ -89,7 +89,7 @@ def fail_in_hook(
 
 
 def _raise_in(owner: type, name: str, rank: int) -> None:
-    """Let a hook raise on one rank, in the middle of the fit if it is called often: two steps after a validation."""
+    """Let a hook raise on one rank, in the middle of the fit if it is called often: a training hook in step 5 of 6."""
     hook, at_call, num_calls = getattr(owner, name), 5 if "batch" in name or name in OFTEN else 1, 0
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
