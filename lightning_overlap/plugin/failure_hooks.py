@@ -32,6 +32,7 @@ class FailsTogether(SavesShards):
     @override
     def forget_run(self) -> None:
         super().forget_run()
+        self._default_group: dist.ProcessGroup | None = None  # of the newest run
         self._first_cause: FirstCause | None = None  # the ranks' messages about the first error, in the store
         self._all_failed = False  # in the same place
 
@@ -47,6 +48,9 @@ class FailsTogether(SavesShards):
                     "whether all processes were started."
                 )
                 raise
+        if (world := dist.group.WORLD if dist.is_initialized() else None) is not self._default_group:
+            self.leave_groups()  # a Trainer is used again in a new process group
+            self._default_group = world
         # All ranks come here, so their messages begin anew with each run.
         store = default_store(ANSWER_S)
         self._first_cause = None if store is None else FirstCause(store, self.global_rank, store.next_number("runs"))

@@ -126,9 +126,7 @@ class HasRun(Strategy):
     def forget_run(self) -> None:
         """Reset all state of runs, as before the first run; a copy of the strategy also starts like this."""
         self._run: Run | None = None  # None outside of runs, and for a module without tables
-        self._groups: groups.Groups | None = None  # None before the first run with tables
-        self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
-        self._consensus: Consensus | None = None
+        self.leave_groups()
         self.streams: Streams | None = None  # of the stages; None before the tables are sharded
         self._shared_calls: SharedCalls | None = None  # of users' reads of tables; None on one rank
         self._losses: NonfiniteLosses | None = None  # of the last fit, with the option `nonfinite`
@@ -288,6 +286,12 @@ class HasRun(Strategy):
         """Begin the next stage of a run; all ranks call this alike, before they wait for each other."""
         if self._shared_calls is not None:
             self._shared_calls.begin_stage()
+
+    def leave_groups(self) -> None:
+        """Forget the process groups of earlier runs."""
+        self._groups: groups.Groups | None = None  # None before the first run with tables in a default group
+        self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
+        self._consensus: Consensus | None = None
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""

@@ -130,8 +130,8 @@ class Flight:
     def count_lookups(self, times: int) -> None:
         """Add its early lookups to the iteration counts of fused optimizers; with `times=-1` subtract them."""
 
-    def under_way(self) -> list[Any]:
-        """Return what holds the tensors of collectives that may be under way."""
+    def abandon(self) -> list[Any]:
+        """Drop a deferred update after an error; return what holds the tensors of collectives that may be under way."""
         return []
 
     def drain(self) -> None:

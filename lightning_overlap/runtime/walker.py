@@ -473,7 +473,8 @@ class Walker:
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self._count_lookups_ahead(-1)
             self._sparse.forget_prefetched()
+        flights = [*self.batches.in_flight.values(), *self.updates.to_update.values()]
+        held = [one for flight in flights for one in flight.abandon()]
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
-        flights = [] if self._streams.is_async else [*self.batches.in_flight.values(), *self.updates.to_update.values()]
-        abandon([*self.batches.polls.values(), *[held for flight in flights for held in flight.under_way()]])
+        abandon([*self.batches.polls.values(), *([] if self._streams.is_async else held)])
         self._reset()

@@ -27,14 +27,18 @@ class BackwardFill:
         self._fills_waits = options.fills_waits and options.trains and num_ranks > 1 and not streams.is_async
         self._hooks: list[RemovableHandle] = []
 
+    def forget(self) -> None:
+        """Call nothing in a backward that is still to come, or to end: some tensors outlive it."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
     def register(self, flight: SparseFlight, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function, perhaps repeatedly, where it waits for ranks before it writes.
 
         `stage` is the first stage that it issues. Returns whether the backward will call it; else the caller has to.
         """
-        for handle in self._hooks:  # some tensors outlive their backward
-            handle.remove()
-        self._hooks.clear()
+        self.forget()
         if not self._fills_waits or torch.is_anomaly_enabled():
             # On CUDA the lookup overlaps with the dense part anyway. Anomaly mode would keep this backward alive with
             # each graph that is made inside it.

@@ -164,6 +164,18 @@ class DeferredUpdate:
                 after_part(part)
         self._forget_sent()
 
+    def abandon(self) -> list[Any]:
+        """Drop the update; return what holds the tensors of its collectives that may be under way.
+
+        Hooks of its leaves lead to the trainer, and back here. Python frees no such cycle: it is partly autograd's.
+        """
+        sent = [] if self._sent is None else [gradient for _, _, gradient in self._sent.to_send]
+        held = [*sent, *(gap.collective for gap in self._gaps)]
+        self._at_embeddings.clear()
+        self._backwards.clear()
+        self._forget_sent()
+        return held
+
     def _forget_sent(self) -> None:
         self._sent = None
         self._gaps.clear()

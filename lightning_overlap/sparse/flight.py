@@ -145,9 +145,11 @@ class SparseFlight(Flight):
             module_flight.count_lookups(times)
 
     @override
-    def under_way(self) -> list[Any]:
-        # Not the flight itself, which leads to the model and its trainer.
-        return [self.batch, self.sizes, *[held for one in self.modules.values() for held in one.under_way()]]
+    def abandon(self) -> list[Any]:
+        self.pipeline.backward_fill.forget()
+        # Not the flight itself, nor `sizes`, which lead to the model and its trainer.
+        exchange = None if self.sizes is None else self.sizes.exchange
+        return [self.batch, exchange, *[held for one in self.modules.values() for held in one.abandon()]]
 
     @override
     def drain(self) -> None:

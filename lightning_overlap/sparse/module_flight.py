@@ -303,10 +303,10 @@ class ModuleFlight:
         """Add its lookups to the iteration counts of fused optimizers; with `times=-1` subtract them."""
         take_back(tbes(self.module), [-times * num for num in self.num_lookups], self.pipeline.streams)
 
-    def under_way(self) -> list[Any]:
-        """Return what holds the tensors of collectives that may be under way."""
+    def abandon(self) -> list[Any]:
+        """Drop a deferred update; return what holds the tensors of collectives that may be under way."""
         awaitables = [self.splits_awaitable, self.tensors_awaitable, *self.output_dist_awaitables.values()]
-        return [self.kjt, self.context, *awaitables, self.dist_input, self.embeddings, self.deferred]
+        return [self.kjt, self.context, *awaitables, self.dist_input, self.embeddings, *self.deferred.abandon()]
 
     def drop(self) -> None:
         """Wait for the collectives under way and drop them; take its lookup back from the kernels' counts."""

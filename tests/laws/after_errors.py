@@ -1,0 +1,65 @@
+"""Fits that fail on all ranks alike, and what comes after them in the same processes. Functions that ranks run."""
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support.cases import TABLE_WISE, Batches, Model
+from ..support.fits import QUIET, make_trainer
+from .faults import InjectedError
+
+PLACES = ("training_step", "on_before_backward", "on_after_backward", "on_train_batch_end", "optimizer_step")
+
+
+class Fails(Model):
+    """Raises in a hook, in the middle of a fit."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(TABLE_WISE)
+        hook = getattr(self, place)
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            if self.trainer.global_step >= 2:
+                raise InjectedError(place)
+            return hook(*args, **kwargs)
+
+        setattr(self, place, faulty)
+
+
+def left_over(pipeline: str) -> list[str]:
+    """Return after failures in which hooks the module or the strategy is still in memory."""
+    left = []
+    for place in PLACES:
+        module, strategy = Fails(place), OverlapEmbeddingStrategy(pipeline, sharding="table_wise")
+        held = weakref.ref(module), weakref.ref(strategy)
+        try:
+            make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, 6))
+        except InjectedError:
+            del module, strategy
+        gc.collect()
+        if any(one() is not None for one in held):
+            left.append(place)
+    return left
+
+
+def fit_in_two_groups(ports: tuple[int, int], fails: bool) -> int:
+    """Fit two modules with one Trainer, each in a default process group of its own; return the second one's losses."""
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise")
+    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=strategy, **QUIET)
+    for number, port in enumerate(ports):
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(port)
+        module: Model = Fails("training_step") if fails and number == 0 else Model(TABLE_WISE)
+        try:
+            trainer.fit(module, datamodule=Batches(TABLE_WISE, 4))
+        except InjectedError:
+            continue
+        trainer.fit_loop.max_epochs = 2
+        dist.barrier()
+    return len(module.losses)
