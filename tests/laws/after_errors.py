@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.tables import tbes
 
 from ..support.cases import TABLE_WISE, Batches, Model
 from ..support.fits import QUIET, make_trainer
@@ -33,18 +34,24 @@ class Fails(Model):
 
 
 def left_over(pipeline: str) -> list[str]:
-    """Return after failures in which hooks the module or the strategy is still in memory."""
-    left = []
+    """Return after failures in which hooks the module, the strategy, or the tables of the fit before are in memory.
+
+    The tables of the newest one may be: they are in the graph of embeddings that may be under way.
+    """
+    left, weights = [], []
     for place in PLACES:
         module, strategy = Fails(place), OverlapEmbeddingStrategy(pipeline, sharding="table_wise")
         held = weakref.ref(module), weakref.ref(strategy)
+        before = weights
         try:
             make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, 6))
         except InjectedError:
+            weights = [weakref.ref(weight) for kernel in tbes(module.ebc) for weight in kernel.parameters()]
+            assert weights
             del module, strategy
         gc.collect()
-        if any(one() is not None for one in held):
-            left.append(place)
+        left += [f"module: {place}"] if any(one() is not None for one in held) else []
+        left += [f"tables before: {place}"] if any(one() is not None for one in before) else []
     return left
 
 
