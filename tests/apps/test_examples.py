@@ -18,6 +18,7 @@ NUMBERS = {  # what an example prints at the end, and the least and the most tha
         *(0.6, 1),
     ),
     "sequence_model": (r"next items found after 400 steps: (0\.\d+)", 0.35, 0.5),
+    "sasrec": (r"next item among the first 10 of 600 after 200 steps: (0\.\d+)", 0.6, 0.85),
 }
 
 
