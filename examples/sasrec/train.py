@@ -1,4 +1,4 @@
-"""Next item by self-attention, as in SASRec: sharded items, balanced histories, averaged weights, a ranking of all items.
+"""Next item by self-attention, as in SASRec: sharded items, balanced histories, averages, a ranking of all items.
 
 python examples/sasrec/train.py
 """
@@ -17,7 +17,7 @@ NUM_ITEMS, GROUP_SIZE, DIM, NUM_HEADS, MAX_LENGTH, BATCH_SIZE = 600, 20, 32, 2, 
 
 
 class Block(nn.Module):
-    """A layer of causal self-attention. It takes the positions of all histories one after the other: nothing is padded."""
+    """A layer of causal self-attention. It takes all positions one after the other: nothing is padded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +41,7 @@ class SASRec(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         features = ["history", "next", "other"]  # of one table: an item's row is the same wherever it occurs
-        table = EmbeddingConfig(
-            name="item_table", feature_names=features, num_embeddings=NUM_ITEMS, embedding_dim=DIM
-        )
+        table = EmbeddingConfig(name="item_table", feature_names=features, num_embeddings=NUM_ITEMS, embedding_dim=DIM)
         self.items = EmbeddingCollection(tables=[table])
         self.places = nn.Embedding(MAX_LENGTH, DIM)
         self.blocks = nn.ModuleList([Block(), Block()])
