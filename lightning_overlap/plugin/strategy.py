@@ -248,6 +248,8 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         if fits:
             static_graph = bool(compat.ddp_options(self).get("static_graph"))
             unsupported.refuse_fit(trainer, model, on_cpu=on_cpu, static_graph=static_graph)
+            if on_cpu:
+                tables.refuse_reset_rows(model, self.fused_optimizer)
         self.join_groups()
         self.compare_reads()
         self._run = Run(trainer)

@@ -130,7 +130,8 @@ class ModuleForward:
         if sends_ids and not in_backward:
             self._check_form(given, flight)
         flight.ran_unpipelined = True
-        return self._own(given, (args, kwargs), look_up, flight, in_backward=in_backward)
+        # What was sent early was checked before, and its ids may be released since (`release_features`).
+        return self._own(given, (args, kwargs), look_up, flight, in_backward=in_backward, checks=sends_ids)
 
     # Early embeddings.
 
@@ -204,13 +205,23 @@ class ModuleForward:
     # The module's own forward.
 
     def _own(
-        self, given: Any, arguments: Any, look_up: Callable[[], Any], flight: SparseFlight | None, *, in_backward: bool
+        self,
+        given: Any,
+        arguments: Any,
+        look_up: Callable[[], Any],
+        flight: SparseFlight | None,
+        *,
+        in_backward: bool,
+        checks: bool = True,
     ) -> Any:
-        """Run the module's own forward, or another lookup within the call, on the lookup stream."""
+        """Run the module's own forward, or another lookup within the call, on the lookup stream.
+
+        `checks`: whether the input is to be checked.
+        """
         pipeline = self._pipeline
-        if isinstance(given, KeyedJaggedTensor):
+        if checks and isinstance(given, KeyedJaggedTensor):
             renew_counts(given)
-        if not in_backward:
+        if checks and not in_backward:
             self.refuse_misfit(given, flight)
             if (outside := self.ids_outside(given, flight)) is not None:
                 raise ValueError(outside)

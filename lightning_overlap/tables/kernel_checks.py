@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection, get_ec_index_dedup
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
@@ -23,17 +24,21 @@ from torchrec.types import DataType
 
 from ..compat.torch import AppliedOptimizer
 from ..compat.torchrec import has_index_dedup
+from ..schedules import WeightOwner
 from ..text import some
+from .optimizer_checks import FusedOptimizer, check_fused_optimizer
+from .sharded_module import tbes
 from .supported_modules import (
     DATA_PARALLEL,
     DENSE,
     configs_of,
     hands_out_rows,
     sharded_modules,
+    spec_of,
     table_modules,
     tables_of,
 )
-from .table import Table
+from .table import Table, find_tables, kind_of
 
 MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 _BAGS = (EmbeddingBagCollectionInterface,)
@@ -77,6 +82,31 @@ def check_kernels_of_sharded(model: nn.Module, device: torch.device) -> None:
         _refuse_types({f"{name}.{config.name}": config.data_type for config in configs_of(module)})
         if isinstance(module, ShardedEmbeddingCollection) and has_index_dedup(module):
             _refuse_dedup([f"{name}.{config.name}" for config in configs_of(module)])
+
+
+def refuse_reset_rows(model: nn.Module, fused: FusedOptimizer | None) -> None:
+    """Refuse to train managed collisions on a CPU with an optimizer whose state FBGEMM cannot reset there.
+
+    A row that gets another id is reset, its RowWiseAdagrad state too: FBGEMM has no `reset_weight_momentum` for a CPU.
+    The first step in which an id is evicted would end in its error. `fused` is the optimizer of tables that have none.
+    """
+    default, found = check_fused_optimizer(fused), []
+    for table in find_tables(model):
+        optimizer = table.fused_optimizer or default
+        trains = table.parameter.requires_grad and table.sharder.module_type in MANAGED
+        if trains and optimizer is not None and kind_of(optimizer[0]) is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            found.append(table.path)
+    for name, module in sharded_modules(model).items():
+        kind = spec_of(module)
+        resets = kind is not None and kind.owner is WeightOwner.LOOKUP
+        if resets and any(kernel.optimizer is EmbOptimType.EXACT_ROWWISE_ADAGRAD for kernel in tbes(module)):
+            found += [f"{name}.{config.name}" for config in configs_of(tables_of(module))]
+    if found:
+        raise ValueError(
+            f"{some(found)}: RowWiseAdagrad cannot train tables of managed collision modules on a CPU: a row that gets "
+            "another id is reset together with its optimizer state, and FBGEMM has no reset_weight_momentum for a CPU. "
+            "Use (torch.optim.SGD, {'lr': ...}) or (torch.optim.Adagrad, {'lr': ...}), or train on CUDA."
+        )
 
 
 def _refuse_widths(planned: list[tuple[Table, ParameterSharding]], device: torch.device) -> None:

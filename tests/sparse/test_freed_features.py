@@ -14,11 +14,15 @@ from ..checkpoint.resumes import Rows
 from ..support import cases
 from ..support.cases import MIXED, NUM_STEPS, TABLE_WISE, Batch, Case, Model
 from ..support.fits import fit, make_strategy, make_trainer
+from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from ..support.reference import differences, on_ranks
+from ..tables import supported_modules
+from ..tables.supported_modules import CASES
 from . import caller_fits
 
 RELEASES = {"release_features": True}
+EXACT = [name for name, mode in MODES.items() if mode.has_sparse_stages and mode.staleness == 0]
 
 
 KINDS = [TABLE_WISE, cases.COLUMN_WISE, cases.TWO_COLLECTIONS, cases.SEQUENCE, cases.WEIGHTED]
@@ -32,6 +36,13 @@ KINDS = [TABLE_WISE, cases.COLUMN_WISE, cases.TWO_COLLECTIONS, cases.SEQUENCE, c
 def test_every_mode_and_kind_of_table_trains_the_same(ranks: Ranks, pipeline: str, case: Case) -> None:
     actual = ranks.run(fit, case, pipeline, options=RELEASES)
     assert differences(actual, on_ranks(ranks, case, MODES[pipeline].staleness)) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize(("name", "pipeline"), in_turn(CASES, EXACT))
+def test_every_kind_of_module_trains_the_same(two_ranks: Ranks, name: str, pipeline: str) -> None:
+    """Also modules whose lookup is their own, in the call, with ids that were sent early (managed collisions)."""
+    actual = two_ranks.run(supported_modules.fit, name, pipeline, options=RELEASES)
+    assert differences(actual, two_ranks.run_once(supported_modules.train, name)) == [[]] * 2
 
 
 class Watching(Model):

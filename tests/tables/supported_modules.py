@@ -325,14 +325,14 @@ def fit(name: str, pipeline: Any, rates_move: bool = False, **kwargs: Any) -> Ou
 def fit_module(
     module: KindModel, data: Batches, pipeline: Any, load: str | None = None, save: str | None = None, **kwargs: Any
 ) -> Outcome:
-    """Fit, from a checkpoint and into one, if given. `kwargs` are the trainer's and a `checkpoint_format`."""
+    """Fit, from a checkpoint and into one, if given. `kwargs` are the trainer's; `options` are the strategy's."""
     early: list[bool] = []
 
     def observe(kind: str, stage: Any, batch: int) -> None:
         early.append(kind == "wait" and str(stage) == "input_data_dist")
 
-    form = kwargs.pop("checkpoint_format", None)
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(module), observer=observe, checkpoint_format=form)
+    options = kwargs.pop("options", {})
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(module), observer=observe, **options)
     with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = make_trainer(strategy, **{"limit_val_batches": 0, **kwargs})
         trainer.fit(module, datamodule=data, ckpt_path=load)

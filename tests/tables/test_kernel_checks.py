@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchrec
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import embedding
@@ -18,6 +19,8 @@ from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCol
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.optim import RowWiseAdagrad
 from torchrec.types import DataType
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
@@ -35,9 +38,15 @@ class OneCollection(LightningModule):
         super().__init__()
         self.tables = collection
         self.of_sequences = isinstance(collection, torchrec.EmbeddingCollection)
+        self.of_sequences |= isinstance(collection, ManagedCollisionEmbeddingCollection)
         self.top = nn.Linear(1, 1)
+        self.num_steps = 0
+
+    def predict_step(self, kjt: KeyedJaggedTensor, batch_idx: int) -> None:
+        self.tables(kjt)
 
     def training_step(self, kjt: KeyedJaggedTensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
         answer = self.tables(kjt)
         columns = answer[0] if isinstance(answer, tuple) else answer
         column = columns["f0"]
@@ -146,6 +155,46 @@ def test_refused_on_every_rank(two_ranks: Ranks, name: str) -> None:
 )
 def test_what_kernels_can_do_is_trained(two_ranks: Ranks, name: str) -> None:
     assert two_ranks.run(attempt, name) == ["", ""]
+
+
+MANAGED = {"bags": modules.managed_bags, "sequences": modules.managed_sequences}
+
+
+def fits_of_managed(kind: str, optimizer: type[torch.optim.Optimizer], applied: bool) -> list[tuple[str, int]]:
+    """Return the error, and the steps before it, of a fit, and of a fit after an evaluation has sharded the module."""
+    told = []
+    for evaluates in (False, True):
+        module = OneCollection(MANAGED[kind]())
+        if applied:
+            for name, weight in module.tables.named_parameters():
+                if name.endswith("weight"):
+                    _apply_optimizer_in_backward(optimizer, [weight], {"lr": 0.1})
+        plan = modules.plan_by_place(module, lambda _: modules.rows)
+        strategy = OverlapEmbeddingStrategy(
+            sharding=plan, fused_optimizer=None if applied else (optimizer, {"lr": 0.1})
+        )
+        batches = DataLoader([modules.wide_ids(torch.Generator().manual_seed(at)) for at in range(8)], batch_size=None)
+        trainer = make_trainer(strategy)
+        if evaluates:
+            trainer.predict(module, batches)
+        try:
+            trainer.fit(module, batches)
+            told.append(("", 8))
+        except ValueError as err:
+            told.append((str(err), module.num_steps))
+    return told
+
+
+@pytest.mark.parametrize("kind", MANAGED)
+@pytest.mark.parametrize("applied", [False, True], ids=["fused_optimizer", "applied"])
+def test_rows_whose_state_no_kernel_resets_are_not_trained(two_ranks: Ranks, kind: str, applied: bool) -> None:
+    """Before the first step, on a CPU; what needs no reset of a state is trained, and evaluations work."""
+    for told in two_ranks.run(fits_of_managed, kind, RowWiseAdagrad, applied):
+        for message, num_steps in told:
+            assert "tables.t0, tables.t1: RowWiseAdagrad cannot train tables of managed collision modules" in message
+            assert num_steps == 0
+    for other in (torch.optim.SGD, torch.optim.Adagrad):
+        assert two_ranks.run(fits_of_managed, kind, other, applied) == [[("", 8)] * 2] * 2
 
 
 def _sharded_by_hand(collection: nn.Module, sharder: Any, kernel: str | None) -> str:
