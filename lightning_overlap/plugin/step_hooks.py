@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from ..runtime import NOTHING, BatchCopies, CudaStreams
+from ..runtime import NOTHING, BatchCopies, CudaStreams, Flight, Walker
 from ..schedules import Stage, StreamName
 from ..sparse import count_anew, keyed_jagged_tensors, note_lengths
 from ..tables import count_writes, watch_lengths
@@ -105,6 +105,13 @@ class WalksSteps(HasRun):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_stage()
         return _evaluate(super().predict_step, *args, **kwargs)
+
+    def take_part(self, walker: Walker, flight: Flight) -> None:
+        """Take part in the lookups of a batch of an evaluation that this rank lacks and others have."""
+        self.begin_stage()
+        with self.precision_plugin.val_step_context(), walker.forward():
+            flight.take_part()
+        walker.after(Stage.DENSE_FORWARD)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

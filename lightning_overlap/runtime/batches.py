@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from ..distributed import MAX_INTERVAL, POLL_LAST, Consensus, Poll, PollInterval, StepFlags
-from ..schedules import Step, StreamName
+from ..schedules import Stage, Step, StreamName
 from .flight import NO_RATES, FetchedBatch, Flight, Rates
 from .interfaces import BatchSource
 from .run_ahead import RunAhead
@@ -34,9 +34,12 @@ class Batches:
         streams: Streams,
         telemetry: Telemetry,
         run_ahead: RunAhead,
+        make_padding: Callable[[int], Flight] | None = None,
     ) -> None:
         self._source, self._make_flight, self._consensus, self._depth = source, make_flight, consensus, depth
         self._streams, self._telemetry, self._run_ahead = streams, telemetry, run_ahead
+        # For an evaluation on several ranks: it ends with the longest rank's data, in training with the shortest's.
+        self._make_padding = make_padding if consensus is not None else None
         self.reset()
 
     def reset(self) -> None:
@@ -65,6 +68,12 @@ class Batches:
         num_ahead = len(self.in_flight) - (self.current is not None)
         return num_ahead == 0 and self._source.exhausted
 
+    @property
+    def is_own_last(self) -> bool:
+        """Whether the current batch is the last one of this rank, which may go on to take part in lookups of others."""
+        ahead = [flight for flight in self.in_flight.values() if flight is not self.current and not flight.is_padding]
+        return self._source.exhausted and not ahead
+
     def fetch(self, row: Step, index: int) -> None:
         """Fetch batch `index`, and earlier batches that the source held back (`max_steps` seemed to exclude them)."""
         while self.num_fetched <= index and (self.num_batches is None or self.num_fetched < self.num_batches):
@@ -79,6 +88,7 @@ class Batches:
                 fetched = self._source.fetch(number, telemetry.timer)
             if fetched is None:
                 self._poll(number, lacks=True)
+                self.num_fetched += self._make_padding is not None  # the ranks go on with the next one
                 return
             self._poll(number, lacks=False, latest_none=fetched.latest_none, rates=fetched.rates)
             telemetry.observe("issue", row.stage, number)
@@ -142,6 +152,9 @@ class Batches:
             self._next_polled = index if result.lacks else index + MAX_INTERVAL - result.requested_interval
         if result.latest_none >= 0:  # the epoch is shorter: poll each batch, from the first that no rank has reached
             self._poll_all_from = min(self._poll_all_from, index + self._depth + 1)
+        if self._make_padding is not None:
+            self._pad(index, result, self._make_padding)
+            return
         if not result.has or not (result.lacks or result.last) or self.num_batches is not None:
             return
         self.num_batches = index if result.lacks else index + 1
@@ -154,6 +167,17 @@ class Batches:
                 "more and ends there too: all ranks take the same number of batches.",
                 stacklevel=2,
             )
+
+    def _pad(self, index: int, result: StepFlags, make_padding: Callable[[int], Flight]) -> None:
+        """Let this rank take part in the lookups of a batch that it lacks and others have; end if no rank has it."""
+        if not result.has:
+            self.num_batches = index if self.num_batches is None else self.num_batches
+        elif result.lacks:
+            padding = make_padding(index)  # on all ranks: it may raise an error
+            if index not in self.in_flight:
+                padding.is_padding = True
+                padding.issued[Stage.COPY_BATCH_TO_DEVICE] = Made(None, StreamName.COMPUTE)
+                self.in_flight[index] = padding
 
 
 _abandoned: list[object] = []

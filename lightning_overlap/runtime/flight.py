@@ -60,6 +60,7 @@ class Flight:
     ran_unpipelined: bool = False  # whether a module ran its own forward for it, and no backward has followed yet
     ids_received: bool = False  # whether `receive_ids` has been called
     consumed: bool = False  # whether its `training_step` has begun
+    is_padding: bool = False  # whether this rank has no batch of this number, and only takes part in lookups of others
     num_unseen: int = 0  # staleness: the number of earlier batches whose updates its fused lookup did not see
 
     def send_sizes(self) -> None:
@@ -91,6 +92,10 @@ class Flight:
 
         `send_next` sends sizes and ids of the next batches. It may be called in the context, once the link is idle.
         """
+        raise NotImplementedError
+
+    def take_part(self) -> None:
+        """Call the sharded modules without ids, in the place of the user's step (`is_padding`)."""
         raise NotImplementedError
 
     def end_phase(self) -> None:

@@ -45,6 +45,12 @@ class SparseStages(Protocol):
     def make_flight(self, index: int, fetched: FetchedBatch) -> Flight:
         """Return a flight for a batch that was copied to the device."""
 
+    def make_padding(self, index: int) -> Flight:
+        """Return the flight of a rank whose batches to evaluate have ended, while other ranks have more.
+
+        All ranks call this if any lacks the batch. Raises a RuntimeError on all of them if it is the first one of all.
+        """
+
     def discover(self, current: Flight) -> None:
         """Learn from a forward which input feeds which module; all ranks call this after the same forward."""
 

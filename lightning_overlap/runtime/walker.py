@@ -51,12 +51,19 @@ class Walker:
         self._first_batch = num_before()  # number of this epoch's batch 0 over all epochs
         self._trainer_stage: ExitStack | None = None  # the trainer's present stage, if it is profiled or timed
         self._run_ahead = RunAhead(streams, max_queued_steps)
-        self.batches = Batches(
-            source, sparse.make_flight, consensus, schedule.depth, streams, telemetry, self._run_ahead
-        )
-        self.updates = DeferredUpdates(sparse, streams, telemetry)
         first = schedule.at(self._first_batch)
         trains = Stage.BACKWARD in first.training_stages
+        self.batches = Batches(
+            source,
+            sparse.make_flight,
+            consensus,
+            schedule.depth,
+            streams,
+            telemetry,
+            self._run_ahead,
+            make_padding=None if trains else sparse.make_padding,
+        )
+        self.updates = DeferredUpdates(sparse, streams, telemetry)
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
         self.writes = TableWrites(

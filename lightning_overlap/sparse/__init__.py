@@ -7,5 +7,6 @@ from .batch_inputs import count_anew, keyed_jagged_tensors, note_lengths
 from .embeddings import EarlyEmbeddings
 from .loss_guard import LossGuard
 from .options import SparseOptions
+from .padding import without_batches
 from .pipeline import SparsePipeline
 from .stale_embeddings import StaleCounts, StaleRows

@@ -18,6 +18,7 @@ from .module_forwards import ModuleForwards
 
 if TYPE_CHECKING:
     from .flight import SparseFlight
+    from .module_forward import ModuleForward
     from .pipeline import SparsePipeline
 
 
@@ -71,7 +72,7 @@ class Discovery:
         """Yield a flight for each module whose ids of this batch are sent early."""
         kjts = inputs_of(flight.batch) if self._pipeline.group is not None else []
         for name, forward in self._forwards.items():
-            kjt = input_in(flight.batch, forward.path) if forward.early else None
+            kjt = self._input_of(forward, flight) if forward.early else None
             if kjt is None or not forward.has_keys_of(kjt):
                 continue
             if forward.has_sequences and not kjt.lengths().numel():
@@ -85,9 +86,15 @@ class Discovery:
                 pipeline=self._pipeline,
                 narrow=forward.narrow,
                 # The step may pass another input of the batch that has the same keys.
-                num_found=sum(forward.has_keys_of(other) for _, other in kjts),
+                num_found=1 if flight.is_padding else sum(forward.has_keys_of(other) for _, other in kjts),
                 outside=forward.ids_outside(kjt, flight),
             )
+
+    def _input_of(self, forward: ModuleForward, flight: SparseFlight) -> KeyedJaggedTensor | None:
+        padding = self._pipeline.padding
+        if flight.is_padding and padding is not None:
+            return padding.input_of(forward)
+        return input_in(flight.batch, forward.path)
 
     def inputs_read_in_step(self, batch: Any) -> list[KeyedJaggedTensor | None]:
         """Return the inputs of a batch that modules read in their own forward."""

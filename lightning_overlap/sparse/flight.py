@@ -88,11 +88,16 @@ class SparseFlight(Flight):
         pipeline.discovery.begin_step(self)
         pipeline.forwards.begin_step()
         pipeline.step.begin(self, send_next)
+        padding = None if self.is_padding else pipeline.padding
+        if padding is not None:
+            padding.begin_step()
         pipeline.alike.begin_step(pipeline.step.number, self.index)
         try:
             yield
         finally:
             pipeline.step.end()
+        if padding is not None:
+            padding.end_step()
         pipeline.forwards.end_calls()
         pipeline.alike.end_phase(self)
         if pipeline.ready:
@@ -100,6 +105,11 @@ class SparseFlight(Flight):
         for module_flight in self.modules.values():
             if not module_flight.served:
                 module_flight.drop()
+
+    @override
+    def take_part(self) -> None:
+        assert self.pipeline.padding is not None
+        self.pipeline.padding.repeat(self)
 
     @override
     def end_phase(self) -> None:

@@ -111,6 +111,8 @@ class ModuleForward:
                 return replayed
         else:
             self.calls.append((args, kwargs))
+            if self._pipeline.padding is not None and not flight.is_padding:
+                self._pipeline.padding.note(self, given)
         is_noted = in_backward  # whether the ranks have compared this call
         module_flight = flight.modules.get(self.name)
         if module_flight is not None and not module_flight.served:

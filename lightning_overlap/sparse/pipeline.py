@@ -21,6 +21,7 @@ from .module_forward import ModuleForward
 from .module_forwards import ModuleForwards
 from .options import SparseOptions
 from .overwritten import OverwrittenLookups
+from .padding import PaddingCalls, without_batches
 from .present_step import PresentStep
 from .unread_gradients import leave_out_unread_gradients
 
@@ -53,6 +54,7 @@ class SparsePipeline:
         self.discovery = Discovery(self, self.forwards)
         self.gradients = GradientWatch(modules, options)
         compared = [one.name for one in self.forwards.values() if one.is_on_all_ranks]
+        self.padding = None if group is None or options.trains else PaddingCalls(options)
         self.alike = AlikeCalls(self.mismatches, compared, options)
         self.backward_fill = BackwardFill(options, streams, num_ranks=1 if group is None else group.size())
         self._overwritten = OverwrittenLookups(self)
@@ -128,6 +130,15 @@ class SparsePipeline:
     def make_flight(self, index: int, fetched: FetchedBatch) -> SparseFlight:
         """Return a flight for a batch that was copied to the device."""
         return SparseFlight(index, *fetched, pipeline=self)
+
+    def make_padding(self, index: int) -> SparseFlight:
+        """Return the flight of a rank whose batches to evaluate have ended, while other ranks have more.
+
+        All ranks call this if any lacks the batch. Raises a RuntimeError on all of them if it is the first one of all.
+        """
+        if index == 0 and not self.step.number:
+            raise RuntimeError(without_batches(self.options.method))
+        return SparseFlight(index, None, pipeline=self)
 
     def discover(self, current: Flight) -> None:
         """Learn from a forward which input feeds which module; all ranks call this after the same forward."""

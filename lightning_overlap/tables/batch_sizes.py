@@ -9,9 +9,9 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import ShardingType
 
-from ..compat.torchrec import output_dists_of
+from ..compat.torchrec import kernels_in, lookups_of, output_dists_of
 from ..text import some
-from .supported_modules import spec_of, tables_of
+from .supported_modules import holds_sequences, spec_of, tables_of
 
 
 def refuse_other_batch_sizes(name: str, module: Any) -> list[RemovableHandle]:
@@ -55,6 +55,32 @@ def _refusing(tables: str, sizes: list[int]) -> Callable[[Tensor], NoReturn]:
         )
 
     return refuse
+
+
+def refuse_several_kernels(name: str, module: Any) -> list[RemovableHandle]:
+    """Let lookups raise a ValueError if batch sizes vary by feature, and FBGEMM's CPU kernels cannot answer together.
+
+    TorchRec lets several kernels of a sharding type write one output then, which FBGEMM has for CUDA only. Returns
+    handles that undo this.
+    """
+    if spec_of(module) is None or holds_sequences(module):
+        return []
+    hooks = []
+    for lookup in lookups_of(tables_of(module)):
+        kernels = [", ".join(table.name for table in tables) for tables, _ in kernels_in(lookup)]
+        if len(kernels) > 1:
+            hooks.append(lookup.register_forward_pre_hook(partial(_refuse_varying_sizes, name, kernels)))
+    return hooks
+
+
+def _refuse_varying_sizes(name: str, kernels: list[str], lookup: Any, args: tuple[Any, ...]) -> None:
+    if args[0].variable_stride_per_key() and args[0].device().type == "cpu":
+        raise ValueError(
+            f"the batch sizes of {name!r} vary by feature, and on this rank its tables have {len(kernels)} kernels of "
+            f"one sharding type ({'; '.join(kernels)}), which FBGEMM cannot look up together on a CPU. Tables share a "
+            "kernel if they have the same optimizer, pooling and data_type, and if none or all are frozen: make them "
+            "alike, give them sharding types or ranks of their own, or give the features one batch size."
+        )
 
 
 def no_samples(call: str) -> str:

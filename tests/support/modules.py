@@ -121,6 +121,24 @@ def weighted_means() -> nn.Module:
     return FusedEmbeddingBagCollection(tables, **options)
 
 
+def weighted() -> nn.Module:
+    return bags(weighted=True)
+
+
+def half_precision() -> nn.Module:
+    tables = [
+        dataclasses.replace(one, data_type=torchrec.types.DataType.FP16) for one in bags(2).embedding_bag_configs()
+    ]
+    return EmbeddingBagCollection(tables=tables)
+
+
+def shared_tables() -> nn.Module:
+    """Tables of several features and of one."""
+    features = [["f0", "f1"], ["f2"]]
+    tables = zip(bags(2).embedding_bag_configs(), features, strict=True)
+    return EmbeddingBagCollection(tables=[dataclasses.replace(one, feature_names=names) for one, names in tables])
+
+
 def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
     lengths = torch.randint(0, MAX_LENGTH + 1, (len(FEATURES) * BATCH_SIZE,), generator=generator)
     values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
@@ -130,6 +148,12 @@ def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJagge
 def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
     """Ids of which a table has not enough rows: a managed collision module has to choose."""
     return plain_ids(generator, 3 * NUM_ROWS)
+
+
+def weighted_ids(generator: torch.Generator) -> KeyedJaggedTensor:
+    kjt = plain_ids(generator)
+    weights = torch.rand(kjt.values().numel(), generator=generator)
+    return KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, kjt.lengths())
 
 
 def variable_batch(generator: torch.Generator, sizes: list[int] | None = None) -> KeyedJaggedTensor:

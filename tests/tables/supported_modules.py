@@ -41,17 +41,23 @@ from ..support.modules import (
     counting,
     draw_weights,
     fused_bags,
+    half_precision,
     managed_bags,
     managed_sequences,
+    means,
     plain_ids,
     plan_by_place,
     position_weighted,
     position_weighted_collection,
     rows,
     sequences,
+    shared_tables,
     tower,
     towers,
     variable_batch,
+    weighted,
+    weighted_ids,
+    weighted_means,
     whole,
     whole_dense,
     wide_ids,
@@ -170,6 +176,22 @@ CASES = {
         ),
     )
 }
+OTHERS = {
+    case.name: case
+    for case in (
+        KindCase("bags", {"ebc": TABLES}),
+        KindCase("sequences", {"ec": Part(sequences, summed)}),
+        KindCase("means", {"ebc": Part(means, place=_alternating(whole, rows))}),
+        KindCase("weighted", {"ebc": Part(weighted)}, weighted_ids),
+        KindCase("weighted_means", {"ebc": Part(weighted_means, place=rows)}, weighted_ids, fused_lr=None),
+        KindCase("half_precision", {"ebc": Part(half_precision)}),
+        KindCase("shared_tables", {"ebc": Part(shared_tables, place=_alternating(rows, whole))}),
+        KindCase(
+            "several_collections", {"ebc": TABLES, "other": Part(means, place=rows), "ec": Part(sequences, summed)}
+        ),
+    )
+}
+"""Kinds of inputs and tables, which `CASES` has only one of for each kind of module."""
 FOREIGN = {
     case.name: case
     for case in (
@@ -179,6 +201,10 @@ FOREIGN = {
         KindCase("hashed", {"mc": Part(hashed, first_of(pooled), rows, stale=False)}),
     )
 }
+
+
+def case_of(name: str) -> KindCase:
+    return {**CASES, **OTHERS, **FOREIGN}[name]
 
 
 def make_batch(case: KindCase, index: int, rank: int) -> Batch:
@@ -202,9 +228,10 @@ class Batches(cases.Batches):
 class KindModel(LightningModule):
     """The parts' answers and a bottom MLP, merged into a top MLP."""
 
-    def __init__(self, name: str, rates_move: bool = False) -> None:
+    def __init__(self, name: str, rates_move: bool = False, *, frozen: bool = False, applies: bool = True) -> None:
+        """`frozen`: whether each first table is; `applies`: whether tables have an optimizer before the strategy."""
         super().__init__()
-        self.case, self.rates_move = {**CASES, **FOREIGN}[name], rates_move
+        self.case, self.rates_move = case_of(name), rates_move
         self.losses: list[Tensor] = []
         self.validated: list[Tensor] = []
         for part_name, part in self.case.parts.items():
@@ -219,7 +246,10 @@ class KindModel(LightningModule):
         modules = self.modules() if self.case.fused_lr is not None else ()
         for module in (one for one in modules if isinstance(one, (EmbeddingBagCollection, EmbeddingCollection))):
             for name, parameter in module.named_parameters():
-                if is_fused(self.part_of(module), int(name.split(".")[-2].removeprefix("t"))):
+                table = int(name.split(".")[-2].removeprefix("t"))
+                if frozen and table == 0:
+                    parameter.requires_grad_(False)
+                elif applies and is_fused(self.part_of(module), table):
                     _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": self.case.fused_lr})
 
     def part_of(self, module: nn.Module) -> Part:

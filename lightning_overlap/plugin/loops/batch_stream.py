@@ -132,7 +132,7 @@ class BatchStream:
         if self._balancer is not None:
             fetched = self._next_balanced(self._balancer, index, timer)
         else:
-            fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index, timer)
+            fetched = self._next_own(index, timer)
         if fetched is None:
             return None
         self._index = index
@@ -140,19 +140,22 @@ class BatchStream:
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self.epoch.num_allowed:
                 self._buffer(ahead, timer)
-        if self._balancer is not None and index + 1 < self.epoch.num_allowed:
+        if self._balancer is not None and not self._any_ended and index + 1 < self.epoch.num_allowed:
             self._exchange = self._start_exchange(self._balancer, index + 1, timer)
         return fetched._replace(batch=staged, rates=self._rates_now())
+
+    def _next_own(self, index: int, timer: StageTimer | None) -> FetchedBatch | None:
+        return self._buffered.popleft() if self._buffered else self._next_to_train(index, timer)
 
     def _next_balanced(self, balancer: Balancer, index: int, timer: StageTimer | None) -> FetchedBatch | None:
         """Return batch `index` with the samples that this rank has got, or None if any rank lacks the batch."""
         if self._any_ended:
-            return None
+            return None if self.trains else self._next_own(index, timer)
         started, self._exchange = self._exchange, None
         exchanged = (started or self._start_exchange(balancer, index, timer)).result()
         if exchanged is None:
             self._any_ended = True
-            return None
+            return None if self.trains else self._next_own(index, timer)
         return self._buffered.popleft()._replace(batch=exchanged.batch, balanced=exchanged.balanced)
 
     def _start_exchange(self, balancer: Balancer, index: int, timer: StageTimer | None) -> Future[Exchange | None]:

@@ -7,6 +7,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ...compat.lightning import DataFetcher, EvaluationLoop, PredictionLoop, accumulates, gives_batches
+from ...runtime import Flight
+from ...sparse import without_batches
 from . import preemption, sigterm
 from .fetcher import LookaheadFetcher
 from .stand_in import stand_in
@@ -17,6 +19,14 @@ class _LookaheadMixin:
     fetcher: DataFetcher | None
     step: str  # the user's method for a batch
     trainer: Any
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to evaluate; raises a RuntimeError if that holds on some ranks only."""
+        own: bool = super().skip  # type: ignore[misc]
+        if len(set(self.trainer.strategy.gather(own))) > 1:
+            raise RuntimeError(without_batches(self.step))
+        return own
 
     def reset(self) -> None:
         with sigterm.fetching(self.trainer):  # of a loader without a length Lightning takes the first batch here
@@ -31,6 +41,7 @@ class _LookaheadMixin:
         strategy.begin_evaluation(self.step)  # before the hooks and steps of the evaluation read the tables
         if isinstance(self.fetcher, LookaheadFetcher):
             self.fetcher.walker = strategy.make_walker(self.fetcher.stream)
+            self.fetcher.take_part = self._take_part
         super().on_run_start()  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
@@ -39,6 +50,13 @@ class _LookaheadMixin:
         if self.trainer.state.fn != TrainerFn.FITTING:  # a fit goes on, and polls at its next step
             preemption.finish(self.trainer)
         return outputs
+
+    def _take_part(self, flight: Flight) -> None:
+        """Take part in the lookups of a batch that other ranks have, once this rank's own batches have ended."""
+        assert isinstance(self.fetcher, LookaheadFetcher)
+        assert self.fetcher.walker is not None
+        self.trainer.strategy.take_part(self.fetcher.walker, flight)
+        self.after_step()
 
     def check_signatures(self) -> None:
         fetcher = self.fetcher  # Lightning's check depends on its class

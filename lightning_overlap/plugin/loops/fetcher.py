@@ -36,6 +36,7 @@ class LookaheadFetcher(StagedFetcher):
         super().__init__(stream.inner)
         self.stream = stream
         self.walker: Walker | None = None  # the loop sets it before it takes the first batch
+        self.take_part: Callable[[Flight], None] | None = None  # what an evaluation does for a batch of other ranks
         self._step_arguments, self._begin_stage, self._next_number = step_arguments, begin_stage, next_number
         self._forget()
 
@@ -84,7 +85,8 @@ class LookaheadFetcher(StagedFetcher):
             self.trained_states = self._states_after_none
         elif current is not None:
             self.trained_states = current.loader_states
-        is_last = self._waiting is None and (self._has_ended or self.walker.is_last)
+        has_none = self.walker.is_last or (not self.stream.trains and self.walker.batches.is_own_last)
+        is_last = self._waiting is None and (self._has_ended or has_none)
         self.done = is_last and self._count_none_at_end() == 0
         return StagedBatch(self._step_arguments(self.batch, self.batch_idx, self.dataloader_idx), self.walker)
 
@@ -98,6 +100,9 @@ class LookaheadFetcher(StagedFetcher):
             self.stream.epoch.allow(self.walker.num_trained)
             self._begin_stage()
             self._waiting = self.walker.next_batch()
+            while self._waiting is not None and self._waiting.is_padding:  # of other ranks: this one has no more
+                self._join_lookups(self._waiting)
+                self._waiting = self.walker.next_batch()
             self._has_ended = self._waiting is None
         if self._waiting is None and not self._count_none_at_end():
             self.done = True
@@ -111,6 +116,11 @@ class LookaheadFetcher(StagedFetcher):
             self.batch_idx = self._next_number()
         self._peeked = True
         return self.batch
+
+    def _join_lookups(self, flight: Flight) -> None:
+        assert self.take_part is not None, "the loop of an evaluation sets it"
+        self.take_part(flight)
+        self._begin_stage()
 
     def _take_none(self) -> None:
         """Make the next None batch the one to deliver: it comes before the walker's batch, or ends the epoch."""
