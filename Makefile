@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server s3-server train test check quick gpu gpu-tables fuzz chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
+.PHONY: help install redis-server s3-server train test check quick gpu gpu-tables fuzz combinations chaos mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 smoke-ray check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -41,6 +41,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
+	@echo "make combinations   random pairs and triples of features, with every kind of module, and resumed: NUM=200, or SEED=17 again"
 	@echo "make chaos   trainings that meet faults and are restarted by torchrun's agent: NUM=300 of them, FIRST=17 the first"
 	@echo "make mutants break the package in each way of tests/laws/breaks.py, and see that a test fails: 10 minutes"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
@@ -89,6 +90,10 @@ gpu-tables:
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
 		--first $(or $(FIRST),0) --without "$(WITHOUT)"
+
+combinations: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.combinations $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
+		--first $(or $(FIRST),0)
 
 chaos: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster.chaos --num $(or $(NUM),30) --first $(or $(FIRST),0)
