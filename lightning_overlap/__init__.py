@@ -17,6 +17,7 @@ try:
     from .callbacks import ExponentialMovingAverage as ExponentialMovingAverage
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .callbacks import OverlapTimeline as OverlapTimeline
+    from .checkpoint import open_checkpoint as open_checkpoint
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
     from .tables import combined_optimizer as combined_optimizer
 except (ImportError, OSError) as err:  # OSError: a shared library of FBGEMM does not load
@@ -32,8 +33,33 @@ if TYPE_CHECKING:
     from .deltas.recording import EmbeddingDeltas as EmbeddingDeltas
 
 
+__all__ = [
+    "MODES",
+    "STREAMS",
+    "Balance",
+    "EmbeddingDeltas",
+    "ExponentialMovingAverage",
+    "Mode",
+    "OverlapEmbeddingStrategy",
+    "OverlapMonitor",
+    "OverlapTimeline",
+    "Replica",
+    "Schedule",
+    "ScheduleError",
+    "Stage",
+    "Step",
+    "StreamName",
+    "combined_optimizer",
+    "open_checkpoint",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
-    # These need packages of the extra `deltas`.
+    # These need packages of the extra `deltas`, and are imported when they are used.
     if name == "EmbeddingDeltas":
         from .deltas.recording import EmbeddingDeltas as EmbeddingDeltas
 

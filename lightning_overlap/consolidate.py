@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .checkpoint import folder_at, is_address, is_folder, place_at, read_folder, resolve_path, write_file
-from .text import without_secrets
+from .checkpoint import find_folder, is_address, read_folder, write_file
+from .plugin import first_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,17 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?", help="the file, which may not exist; default: FOLDER.consolidated")
     options = parser.parse_args(arguments)
     folder: str = options.folder
+    first_words.calm_libraries()
     try:
         if options.out is None and is_address(folder):
             raise ValueError(f"a folder in an object store needs the name of a local file: {parser.prog} FOLDER OUT")
         out: Path = options.out or Path(f"{Path(folder)}.consolidated")
         if out.exists():
             raise FileExistsError(f"{out} exists. Remove it, or name another file: {parser.prog} FOLDER OUT")
-        place_at(folder)  # raises for an address that is none
-        place = folder_at(folder) if is_address(folder) else resolve_path(Path(folder))
-        if place is None or not is_folder(place):
-            raise ValueError(f"{without_secrets(folder)} is no checkpoint folder, but perhaps a file already.")
-        write_file(read_folder(place, weights_only=None), out, None, also=None)
+        write_file(read_folder(find_folder(folder), weights_only=None), out, None, also=None)
     except (ValueError, OSError, ImportError, RuntimeError) as err:
         print(f"consolidate: {err}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from .incremental import Increments
 from .managed_collision_state import Generators, load_collision_state, pieces_for
 from .moved_ids import Move, counting_modules, immovable_collisions, move_ids, weight_of
 from .not_checkpoints import DamagedError, why_no_checkpoint
+from .opened import find_folder, open_checkpoint
 from .parts import ASSIGNING_RANKS, AVERAGES, COLLISIONS, ENTRIES, FUSED, LOADERS
 from .places import LocalPlace, Place
 from .sharded_folder import (

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -56,6 +57,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_optimizers", "_start_method"),
     ),
     "LightningModule": ("_on_before_batch_transfer",),
+    "Logger": ("_log_model",),
     "ModelCheckpoint": ("_ModelCheckpoint__resolve_ckpt_dir", "_find_last_checkpoints", "_link_checkpoint"),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
@@ -575,6 +577,11 @@ def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> str:
 def last_checkpoints(callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
     """Return the paths of a callback's last checkpoints, if its folder is local."""
     return callback._find_last_checkpoints(trainer)
+
+
+def uploads_checkpoints(logger: Logger) -> bool:
+    """Return whether a logger uploads the checkpoints of callbacks, `log_model=True` or "all"; it takes files only."""
+    return bool(getattr(logger, "_log_model", False))  # of those for W&B, MLflow and Lightning's platform
 
 
 def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:

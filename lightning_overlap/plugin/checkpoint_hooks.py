@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -30,11 +30,11 @@ from ..checkpoint import (
     is_address,
     is_folder,
 )
-from ..compat.lightning import AFTER_SAVE
+from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
 from ..tables import hands_out_rows, has_tables
-from ..text import without_secrets
-from . import checkpoint_links, found_checkpoints
+from ..text import some, without_secrets
+from . import checkpoint_links, first_words, found_checkpoints
 from .loops import METRICS
 from .run import Fit, HasRun
 
@@ -58,6 +58,7 @@ class SavesShards(HasRun):
     _newest: Place | None = None  # the newest checkpoint
     _generators: Generators | None = None  # of a checkpoint that was loaded for a fit that has not begun
     _is_in_thread = False  # whether the newest save is made in a thread; the same on all ranks
+    _told_of_folders = False
     _saves_at_once = False  # whether a checkpoint has to be complete when its save returns
 
     @override
@@ -147,10 +148,23 @@ class SavesShards(HasRun):
     def check_checkpoint_paths(self, trainer: Trainer) -> None:
         """Raise a ValueError before training if a callback would save where its checkpoints cannot be."""
         for callback in trainer.checkpoint_callbacks if self._format_of_saves != FULL else []:
-            saves = not isinstance(callback, ModelCheckpoint) or callback.save_top_k != 0 or bool(callback.save_last)
             folder = getattr(callback, "dirpath", None)  # a ModelCheckpoint without one has got it in its set-up
-            if saves and folder is not None:
+            if _saves(callback) and folder is not None:
                 checkpoints.check_folder_path(f"{str(folder).rstrip('/')}/last.ckpt", None, self.world_size)
+
+    def warn_of_uploads(self, trainer: Trainer) -> None:
+        """Warn of loggers that are to upload checkpoints and leave out folders; rank 0 calls this as a fit begins."""
+        saves = any(
+            isinstance(callback, ModelCheckpoint) and _saves(callback) for callback in trainer.checkpoint_callbacks
+        )
+        loggers = [type(logger).__name__ for logger in trainer.loggers if uploads_checkpoints(logger)]
+        if saves and loggers and self._format_of_saves != FULL:
+            first_words.warn(
+                f"{some(loggers)} with log_model uploads no checkpoint of this run: it uploads files, and with "
+                f"checkpoint_format='{self._format_of_saves}' a checkpoint is a folder. Use "
+                "OverlapEmbeddingStrategy(checkpoint_format='full'), or upload what "
+                "`python -m lightning_overlap.consolidate FOLDER` makes."
+            )
 
     @property
     def _format_of_saves(self) -> str:
@@ -203,6 +217,7 @@ class SavesShards(HasRun):
             checkpoints.write_file(content, place.path, self.checkpoint_group, also=also)
         else:
             assert place is not None
+            self._tell_of_folders(place)
             self._folder_saver.save(
                 checkpoint,
                 place,
@@ -219,6 +234,16 @@ class SavesShards(HasRun):
                 self._on_commit(place, bridge.discard)
             elif resumable:
                 self._on_commit(place, partial(bridge.lead, place))
+
+    def _tell_of_folders(self, place: Place) -> None:
+        """Say once how a folder is read without this strategy: Lightning's own error says that it is a folder."""
+        if self.is_global_zero and not self._told_of_folders:
+            self._told_of_folders = True
+            first_words.tell(
+                f"lightning_overlap: {place} is a folder, and so is each checkpoint of this run. ckpt_path= takes it. "
+                "MyModule.load_from_checkpoint takes lightning_overlap.open_checkpoint(FOLDER), or the file that "
+                "`python -m lightning_overlap.consolidate FOLDER` makes."
+            )
 
     def _place_of_save(self, filepath: Any, storage_options: Any, saved_format: str) -> Place | None:
         """Return the place of a new checkpoint; None if Lightning's plugin alone knows it."""
@@ -363,6 +388,10 @@ class SavesShards(HasRun):
         with suppress(RuntimeError):  # it has no trainer, as in the process that has spawned the ranks of a fit
             return self._module.trainer.state.fn == TrainerFn.FITTING  # also after training, as in `on_fit_end`
         return False
+
+
+def _saves(callback: Checkpoint) -> bool:
+    return not isinstance(callback, ModelCheckpoint) or callback.save_top_k != 0 or bool(callback.save_last)
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> Any:

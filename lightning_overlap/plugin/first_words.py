@@ -24,6 +24,7 @@ KNOWN_WARNINGS = (  # beginnings of the warnings that are filtered out
     r"fbgemm\S+ an autograd kernel was not registered",
     r".broadcast_buffers. is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",  # at each save and load
+    r"torch\.distributed is disabled, unavailable or uninitialized",  # the same on one rank, which needs no group
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # Lightning's own call
 )
 

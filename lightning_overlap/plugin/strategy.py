@@ -274,6 +274,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
             unsupported.warn_of_ignored_options(run.trainer, module)
+            self.warn_of_uploads(run.trainer)
             if self.nonfinite == "skip":
                 tables.warn_of_moves_on_zeros(module)
         rates = LearningRates(run.trainer, self.gather) if self.world_size > 1 else None

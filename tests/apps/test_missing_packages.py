@@ -1,4 +1,4 @@
-"""What an example says if an optional package is not installed."""
+"""What an example, or a name of the package, says if an optional package is not installed."""
 
 import ast
 import runpy
@@ -7,6 +7,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
+import lightning_overlap
 
 from .pages import ROOT
 
@@ -39,3 +41,18 @@ def test_an_example_says_what_to_install(script: Path, package: str, monkeypatch
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"needs? .*pip install '?({package}|lightning_overlap\\[)"):
             runpy.run_path(str(script), run_name="not_main")
+
+
+def test_names_of_an_extra_are_names_of_the_package_and_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"EmbeddingDeltas", "Replica"} <= {*lightning_overlap.__all__} <= {*dir(lightning_overlap)}
+    assert lightning_overlap.EmbeddingDeltas.__name__ == "EmbeddingDeltas"
+    assert lightning_overlap.Replica is lightning_overlap.deltas.Replica
+    for name in ("EmbeddingDeltas", "Replica"):
+        with mock.patch.dict(sys.modules):
+            for loaded in [one for one in sys.modules if one.startswith("lightning_overlap.deltas")]:
+                del sys.modules[loaded]
+            monkeypatch.setitem(sys.modules, "pyarrow", None)
+            with pytest.raises(ImportError, match=r"pip install 'lightning_overlap\[deltas\]'"):
+                getattr(lightning_overlap, name)
+    with pytest.raises(AttributeError, match="no attribute 'replica'"):
+        lightning_overlap.replica  # noqa: B018

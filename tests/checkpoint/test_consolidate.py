@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
-from lightning_overlap import ExponentialMovingAverage
-from lightning_overlap.checkpoint import resolve_path
+from lightning_overlap import ExponentialMovingAverage, open_checkpoint
+from lightning_overlap.checkpoint import DamagedError, resolve_path
 from lightning_overlap.checkpoint.checksums import read_seal
 from lightning_overlap.consolidate import main
+from lightning_overlap.plugin.first_words import LOGGER
 
+from ..plugin.strategies import logged
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec
 from ..support.disk_changes import before_each_change, killed_before
 from ..support.fits import make_strategy, make_trainer
@@ -108,8 +114,74 @@ def test_a_consolidated_folder_equals_a_full_save(ranks: Ranks, tmp_path: Path, 
     assert seal is not None
     seal.check()
     assert [path.name for path in out.parent.iterdir()] == ["a.ckpt"]
-    loaded = WithExtraState.load_from_checkpoint(out, case=ALL, weights_only=True)
-    assert differences(dict(loaded.state_dict()), other["state_dict"]) == []
+    for path in (out, tmp_path / "full.ckpt", tmp_path / "last.ckpt"):
+        with open_checkpoint(path) as file:
+            loaded = WithExtraState.load_from_checkpoint(file, case=ALL, weights_only=True)
+        assert differences(dict(loaded.state_dict()), other["state_dict"]) == []
+    flip(next((tmp_path / "last.ckpt").rglob("*.distcp")), 500)
+    flip(tmp_path / "full.ckpt", 500)
+    for path in (tmp_path / "last.ckpt", tmp_path / "full.ckpt"):
+        with pytest.raises(DamagedError, match="is a damaged checkpoint"):
+            open_checkpoint(path)
+    with pytest.raises(ValueError, match="is a folder of checkpoints"):
+        open_checkpoint(tmp_path)
+
+
+class Uploads(DummyLogger):
+    """As Lightning's loggers for W&B and MLflow are, which `tests/compat` looks at."""
+
+    def __init__(self, log_model: bool) -> None:
+        super().__init__()
+        self._log_model = log_model
+
+
+def said_of_saves(folder: str, checkpoint_format: str, log_model: bool, saves: bool) -> dict[str, Any]:
+    """Return what a fit that saves twice and its resume log and warn of."""
+    said: dict[str, Any] = {}
+    with logged(LOGGER) as seen, warnings.catch_warnings(record=True, action="always") as caught:
+        for epochs in (1, 2):
+            model = Model(ALL)
+            strategy = make_strategy(model, checkpoint_format=checkpoint_format)
+            callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=2)] if saves else []
+            trainer = make_trainer(
+                strategy, callbacks=callbacks, logger=Uploads(log_model), max_epochs=epochs, enable_checkpointing=saves
+            )
+            trainer.fit(model, datamodule=Batches(ALL, 4), ckpt_path=f"{folder}/last.ckpt" if epochs == 2 else None)
+            if not saves:
+                trainer.save_checkpoint(f"{folder}/last.ckpt")
+        said |= {"folders": [text for text in seen if "load_from_checkpoint takes" in text]}
+        said |= {"uploads": [text for text in seen if "uploads no checkpoint" in text]}
+    return said | {"warned": [str(one.message) for one in caught if "torch.distributed is" in str(one.message)]}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_format", "log_model", "saves"),
+    [("sharded", True, True), ("incremental", False, True), ("sharded", True, False), ("full", True, True)],
+)
+def test_what_a_save_of_a_folder_says(
+    ranks: Ranks, tmp_path: Path, checkpoint_format: str, log_model: bool, saves: bool
+) -> None:
+    """How it is read without this strategy, once a strategy; that no logger uploads it; and nothing of torch's own."""
+    first, *others = ranks.run(said_of_saves, str(tmp_path), checkpoint_format, log_model, saves)
+    assert all(other == {"folders": [], "uploads": [], "warned": []} for other in others)
+    assert first["warned"] == []
+    is_folder = checkpoint_format != "full"
+    assert len(first["folders"]) == (2 if is_folder else 0)  # each fit has a strategy of its own
+    for text in first["folders"]:
+        assert "lightning_overlap.open_checkpoint(FOLDER)" in text
+        assert "python -m lightning_overlap.consolidate FOLDER" in text
+    assert len(first["uploads"]) == (2 if log_model and saves and is_folder else 0)
+    for text in first["uploads"]:
+        assert "Uploads with log_model" in text
+        assert "checkpoint_format='full'" in text
+
+
+@pytest.mark.slow
+def test_the_command_says_the_name_of_its_file_alone(get_ranks: Any, tmp_path: Path) -> None:
+    get_ranks(1).run(save_both, str(tmp_path), "sharded")
+    command = [sys.executable, "-m", "lightning_overlap.consolidate", "last.ckpt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "last.ckpt.consolidated\n", "")
 
 
 def consolidate_and_crash(folder: Path, how: str, in_store: bool) -> int:

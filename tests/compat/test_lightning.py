@@ -4,6 +4,7 @@ import os
 import queue
 import shutil
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, ModelPruning
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.utilities import _scan_checkpoints
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.profilers import SimpleProfiler
@@ -756,6 +759,26 @@ def test_a_save_ends_with_a_barrier_of_this_name(tmp_path: Path) -> None:
     with mock.patch.object(trainer.strategy, "barrier") as barrier:
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert barrier.call_args_list == [mock.call(lightning.AFTER_SAVE)]
+
+
+@meanings.of("Logger._log_model")
+@pytest.mark.parametrize("library", ["wandb", "mlflow"])
+@pytest.mark.parametrize("log_model", [False, True, "all"])
+def test_a_logger_that_uploads_checkpoints(library: str, log_model: Any, tmp_path: Path) -> None:
+    """It uploads files and leaves folders out, without a word."""
+    kind, installed = {"wandb": (WandbLogger, "_WANDB_AVAILABLE"), "mlflow": (MLFlowLogger, "_MLFLOW_AVAILABLE")}[
+        library
+    ]
+    stubs = mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in ("mlflow", "mlflow.tracking", "wandb")})
+    with stubs, mock.patch(f"lightning.pytorch.loggers.{library}.{installed}", True):
+        logger = kind(log_model=log_model)
+    assert lightning.uploads_checkpoints(logger) == bool(log_model)
+    file, folder = tmp_path / "file.ckpt", tmp_path / "folder.ckpt"
+    file.touch()
+    folder.mkdir()
+    callback = ModelCheckpoint(tmp_path)
+    callback.best_k_models = {str(path): torch.tensor(0.0) for path in (file, folder)}
+    assert [path for _, path, *_ in _scan_checkpoints(callback, {})] == [str(file)]
 
 
 @meanings.of("ModelCheckpoint._link_checkpoint")
