@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -182,6 +183,8 @@ def check(config: Config) -> None:
     if hasattr(data, "check"):
         data.check()
     model = build_model(config, data)
+    if (task := config.get("task", "train")) != "train" and (why := why_no_evaluation(task, model, data)):
+        raise ValueError(f"task={task} needs what is not there: {why}.")
     strategy = build_strategy(config, modes(config)[-1], model)
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
     sharding = strategy.sharding
@@ -210,6 +213,14 @@ def check(config: Config) -> None:
         return
     fused_only = {table.path for table in fused if table.is_pooled_if_whole(device)}
     refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made), fused_only)
+
+
+def why_no_evaluation(task: str, model: LightningModule, data: LightningDataModule) -> str:
+    """Return why a module or data module cannot be evaluated (`task` is test or validate), or ""."""
+    step, loader = {"test": ("test_step", "test_dataloader"), "validate": ("validation_step", "val_dataloader")}[task]
+    if not is_overridden(step, model):
+        return f"{type(model).__name__} has no {step}"
+    return "" if is_overridden(loader, data) else f"{type(data).__name__} has no {loader}"
 
 
 def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:

@@ -38,7 +38,10 @@ def run(config: Config, folder: Path) -> None:
 
 
 def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeResult:
-    """Train one mode from the seed or checkpoint and test it; or only evaluate the checkpoint, depending on `task`."""
+    """Train one mode from the seed or checkpoint and test it; or only evaluate the checkpoint, depending on `task`.
+
+    A module or data module that has nothing to test is trained alone.
+    """
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
     model = build.build_model(config, data)
@@ -55,9 +58,15 @@ def train_mode(config: Config, mode: Mode, folder: Path) -> train_report.ModeRes
         if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             # TensorBoard names a file after the current second: the evaluation's must not replace the fit's.
             time.sleep(1 - time.time() % 1)
-    evaluate = trainer.validate if config["task"] == "validate" else trainer.test
-    evaluate(model, datamodule=data, verbose=False, ckpt_path=None if metrics or timer.step_ms else config["ckpt_path"])
-    metrics |= trainer.callback_metrics
+    task = "test" if config["task"] == "train" else config["task"]
+    missing = build.why_no_evaluation(task, model, data)
+    if missing and launch.rank() == 0:
+        print(f"no test after the training: {missing}.", flush=True)
+    if not missing:
+        evaluate = trainer.validate if task == "validate" else trainer.test
+        path = None if metrics or timer.step_ms else config["ckpt_path"]
+        evaluate(model, datamodule=data, verbose=False, ckpt_path=path)
+        metrics |= trainer.callback_metrics
 
     num_steps = len(timer.step_ms)
     mine = (
