@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from .. import profiling
-from ..plugin import OverlapEmbeddingStrategy
+from ..plugin import OverlapEmbeddingStrategy, first_words
 from ..profiling import Category, Span
 from .recording import Recording, join, watched_strategy
 
@@ -23,7 +23,9 @@ class OverlapTimeline(Callback):
 
     After these steps rank 0 writes `timeline.png` and `timeline.json.gz` (for Perfetto, chrome://tracing and
     `overlap-timeline`) with the spans of all ranks; the other ranks wait for it. On a CPU the host's clock times each
-    stage. On CUDA torch.profiler does, and each rank also writes its trace, `timeline_rank<rank>.json.gz`.
+    stage. On CUDA torch.profiler does, and each rank also writes its trace, `timeline_rank<rank>.json.gz`. The log then
+    names the files. At the end of the fit, after the table of `OverlapMonitor`, rank 0 prints a page for each rank:
+    what the drawn steps did, and where they waited.
 
     Args:
         dirpath: Folder for the files; None: the first logger's folder, else the Trainer's `default_root_dir`.
@@ -46,6 +48,7 @@ class OverlapTimeline(Callback):
         self.recorded = range(self._first, self._last + 1)  # numbers, from 1 on, of the steps whose end is recorded
         self.drawn = self.recorded[1 + AHEAD :]  # numbers of the drawn steps
         self.files: list[Path] = []  # the written files, on rank 0
+        self._pages = ""  # what is printed at the end
         self._num_steps = 0
         self._strategy: OverlapEmbeddingStrategy | None = None
         self._recording: Recording | None = None
@@ -117,8 +120,9 @@ class OverlapTimeline(Callback):
         profiling.write_png(picture, ranks, num_steps=len(self.drawn), title=title)
         profiling.write_trace(trace, ranks)
         self.files = [picture, trace]
-        print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in ranks.items()}))
-        print(f"Timeline: {picture}, {trace}", flush=True)
+        report = profiling.as_report({rank: profiling.summarize(spans) for rank, spans in ranks.items()})
+        self._pages = f"{report}\nTimeline: {picture}, {trace}"
+        first_words.tell(f"OverlapTimeline has drawn steps {self.drawn[0]} to {self.drawn[-1]}: {picture}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,11 +134,23 @@ class OverlapTimeline(Callback):
             )
         self._forget()
 
-    def _forget(self, *_: Any, **__: Any) -> None:
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print()  # here every callback has had its `on_train_end`, in which OverlapMonitor prints
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._forget()
+        self._print()
+
+    def _print(self) -> None:
+        if self._pages:
+            print(self._pages, flush=True)
+        self._pages = ""
+
+    def _forget(self, **__: Any) -> None:
         if self._profiler is not None:
             self._profiler.stop()
         if self._recording is not None:
             self._recording.leave(self)
         self._profiler = self._recording = None
-
-    on_exception = _forget

@@ -21,7 +21,7 @@ from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
 from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
 from ..profiling.virtual import run as run_virtual
-from ..support.cases import Batches, Case, Model
+from ..support.cases import TABLE_WISE, Batches, Case, Model
 from ..support.fits import make_strategy, make_trainer
 
 NUM_STEPS = 16
@@ -111,6 +111,26 @@ class Logs(Model):
 
 class Validates(Batches):
     val_dataloader = Batches.train_dataloader
+
+
+class SaysSteps(Callback):
+    """Prints the number of each step, as a progress bar would; one of them may fail."""
+
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.fails_after = fails_after
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(f"trained {batch_idx}")
+        if batch_idx == self.fails_after:
+            raise ValueError("this step fails")
+
+
+def printed_by_a_failing_fit(folder: str) -> str:
+    module, printed = Model(TABLE_WISE), io.StringIO()
+    callbacks = [OverlapTimeline(folder, first_step=6, num_steps=2), SaysSteps(fails_after=10)]
+    with contextlib.redirect_stdout(printed), contextlib.suppress(ValueError):
+        make_trainer(make_strategy(module), callbacks=callbacks).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    return printed.getvalue()
 
 
 class Late(Model):

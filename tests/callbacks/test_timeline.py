@@ -52,7 +52,8 @@ def test_timeline_and_monitor_agree_on_the_steps_drawn(
     pipeline: str, monitor_first: bool, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     callbacks = [OverlapMonitor(every_n_steps=4), OverlapTimeline(tmp_path, first_step=6, num_steps=3)]
-    ranks = two_ranks.run(monitors.run, TABLE_WISE, pipeline, *callbacks[:: 1 if monitor_first else -1])
+    callbacks = callbacks[:: 1 if monitor_first else -1]
+    ranks = two_ranks.run(monitors.run, TABLE_WISE, pipeline, *callbacks, monitors.SaysSteps())
     written = read_trace(tmp_path / "timeline.json.gz")
     for number, rank in enumerate(ranks):
         assert rank["is_clean"]
@@ -65,9 +66,21 @@ def test_timeline_and_monitor_agree_on_the_steps_drawn(
         for what, times in measured.categories.items():
             assert times.exposed_ms == pytest.approx(drawn.categories[what].exposed_ms), what
     said = ranks[0]["printed"]
+    # One page for each rank, in one piece, after the last step and the monitor's table.
+    in_order = [
+        said.index(text) for text in (f"trained {monitors.NUM_STEPS - 1}", "Advice: ", "\nrank 0: ", "\nrank 1: ")
+    ]
+    assert in_order == sorted(in_order)
+    assert [said.count(text) for text in ("\nrank 0: ", "\nrank 1: ", "Timeline: ")] == [1, 1, 1]
     assert ("hidden" in said) == (pipeline != "base")
     for words in ("embedding_lookup", "all communication", "host working", "host blocked", "-bound", "exposed"):
         assert said.count(words) >= 2, f"both say {words}"
+
+
+def test_the_pages_of_a_fit_that_fails_afterwards(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks.run(monitors.printed_by_a_failing_fit, str(tmp_path))
+    assert first.index("trained 10") < first.index("rank 0: ")
+    assert (first.count("rank 0: "), first.count("Timeline: "), second.count("rank ")) == (1, 1, 0)
 
 
 def test_too_short_a_fit_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
