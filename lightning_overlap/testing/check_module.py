@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from ..plugin import first_words
 from ..schedules import Mode, Schedule, resolve_mode
 from ..text import some
 from .delayed_lookups import DelayedLookups
+from .progress import Progress
 from .race_detector import RaceError
-from .unsharded import compare_with_unsharded
+from .unsharded import compare_with_unsharded, num_short_steps
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer, process_group
 
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"  # has a step's only host sync, the read of the split sizes
@@ -98,6 +100,7 @@ def check_module(
     must_overlap: bool = True,
     max_host_syncs: float | None = None,
     trainer_options: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
     **strategy_options: Any,
 ) -> ModuleReport:
     """Train your module in a mode and check that the laws hold for it; `docs/testing.md` explains each.
@@ -120,6 +123,8 @@ def check_module(
         must_overlap: Whether a module that runs its own forward breaks a law; otherwise it is only reported.
         max_host_syncs: Number of host syncs that a step may make besides the read of sizes; None: only report them.
         trainer_options: More arguments of `Trainer`.
+        progress: Whether rank 0 shows on stderr which fit runs, how far the check is and how much time is left; None:
+            if stderr is a terminal, so not where pytest captures it.
         **strategy_options: More arguments of `OverlapEmbeddingStrategy`: `sharding`, `stream`, `fused_optimizer`...
 
     Raises:
@@ -136,23 +141,37 @@ def check_module(
     schedule = mode.schedule
     overlaps = schedule.has_sparse_stages
     first_words.calm_libraries(strategy_options.get("calm_libraries", True))  # before making data and modules
-    with process_group(accelerator):
+    with process_group(accelerator), ExitStack() as closed:
         datamodule = data if isinstance(data, LightningDataModule) else None
         setting = Setting(make_module, (), datamodule, accelerator, seed, trainer_options or {}, strategy_options)
         setting = replace(setting, batches=_first_batches(setting, data, num_steps))
+        num, races = len(setting.batches), overlaps and accelerator == "cpu" and dist.get_world_size() == 1
+        num_short = num_short_steps(num, schedule.staleness)
+        shown = progress if dist.get_rank() == 0 else False
+        bar = closed.enter_context(Progress((3 + races) * num + 2 * num_short, shown))
+        setting = replace(setting, also=(bar,))
         first, again = Watched(), Watched(every_state=False, syncs=True)
-        fit(setting, pipeline, first)
-        fit(setting, pipeline, again)
+        with bar.of(f"{schedule.name}, first fit", num):
+            fit(setting, pipeline, first)
+        with bar.of(f"{schedule.name}, second fit", num):
+            fit(setting, pipeline, again)
         at_least = not first.automatic or mode.start_batch > 0 or mode.end_batch is not None
         staleness = schedule.staleness
         lookups = _early_lookups(first, staleness)
         delays = {at: (len(seen if at_least else due), modules) for at, (modules, seen, due) in lookups.items()}
         plain = DelayedLookups(delays if staleness else {})
-        fit(setting, "base", plain)
+        with bar.of("base", num):
+            fit(setting, "base", plain)
+        race = "", "only checked in one CPU process, in modes with early lookups"
+        if races:
+            with bar.of(f"{schedule.name}, on simulated streams", num):
+                race = _race(setting, pipeline)
+        with bar.of("unsharded", 2 * num_short):
+            as_unsharded = compare_with_unsharded(setting, pipeline, schedule.staleness)
         reference = f"plain training with updates delayed by {staleness}" if staleness else "base"
         syncs, *verdict_of_syncs = _host_syncs(again, max_host_syncs)
         trained = _of_any_rank(first.changed_tables)
-        num, most = len(setting.batches), first.most_in_flight
+        most = first.most_in_flight
         compared = f"{len(first.losses)} losses, {len(first.states[max(first.states)])} weights and states"
         too_many = f"{most} batches in flight, the depth is {first.depth}" if most > first.depth else ""
         others = f"trained {first.batches} of {num}" if first.batches != list(range(num)) else ""
@@ -160,17 +179,14 @@ def check_module(
             Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), compared),
             Verdict(f"law 2: lookups see updates {staleness} batches late", *_seen(lookups, staleness, at_least)),
             Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
-            Verdict("law 2: no row is read while it is written", *_race(setting, pipeline, overlaps)),
+            Verdict("law 2: no row is read while it is written", *race),
             Verdict("modules are served from early lookups", *_served(first, must_overlap and overlaps)),
             Verdict("law 5: the same collectives in the same order on all ranks", *_same_order(first)),
             Verdict("law 6: no more batches in flight than the depth", too_many, f"{most} at once"),
             Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
             Verdict("law 7: each batch is trained once, in order", others, f"{num} batches"),
             Verdict("law 9: no host sync but the read of sizes", *verdict_of_syncs),
-            Verdict(
-                "law 10: computes what the unsharded module computes",
-                *compare_with_unsharded(setting, pipeline, staleness),
-            ),
+            Verdict("law 10: computes what the unsharded module computes", *as_unsharded),
             Verdict("law 11: a gradient reaches the tables that are to be trained", *_trained(first, trained)),
         )
         report = ModuleReport(
@@ -259,9 +275,7 @@ def _seen(lookups: Mapping[int, _Lookup], staleness: int, at_least: bool) -> tup
     return "", f"{len(lookups)} early lookups"
 
 
-def _race(setting: Setting, pipeline: str | Mode | Schedule, overlaps: bool) -> tuple[str, str]:
-    if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
-        return "", "only checked in one CPU process, in modes with early lookups"
+def _race(setting: Setting, pipeline: str | Mode | Schedule) -> tuple[str, str]:
     try:
         fit(setting, pipeline, Watched(every_state=False), races=True)
     except RaceError as err:

@@ -30,9 +30,14 @@ Weights = dict[str, set[str]]  # `CHANGED`, `WITH_GRADIENT` or `ALL` -> names of
 CHANGED, WITH_GRADIENT, ALL = "changed by training", "with a gradient", "all"
 
 
+def num_short_steps(num_steps: int, staleness: int) -> int:
+    """Return the number of steps of each of the two short fits, if the others have `num_steps`."""
+    return min(num_steps, _MOST_STEPS + staleness)
+
+
 def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
     """Compare two short fits, in a mode and unsharded; return the problem, or '', and what was compared."""
-    batches = setting.batches[: _MOST_STEPS + staleness]
+    batches = setting.batches[: num_short_steps(len(setting.batches), staleness)]
     # The unsharded module needs the ids, which `release_features` frees. Quantized communication rounds too much for
     # this comparison.
     left = ("release_features", "quantized_comms")

@@ -49,6 +49,7 @@ class Setting:
     seed: int = 0  # set before each fit
     trainer_options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of `Trainer`
     strategy_options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, without `pipeline`
+    also: Sequence[Callback] = ()  # callbacks of every fit, the unsharded one too
 
 
 class Watched(Callback):
@@ -149,7 +150,7 @@ def fit(setting: Setting, pipeline: Any, watched: Watched, *, races: bool = Fals
     watched.depth = strategy.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked, watched.open)]
     users = setting.trainer_options.get("callbacks", ())
-    trainer = make_trainer(setting, strategy, [*first, *users, watched, *watched.also])
+    trainer = make_trainer(setting, strategy, [*first, *users, watched, *watched.also, *setting.also])
     before = _patchable(trainer, module)
     with warnings.catch_warnings(), Operators(watched.ran), watched.open:
         for text in (
@@ -179,7 +180,7 @@ def fit_unsharded(setting: Setting, module: LightningModule, watch: Callback) ->
     """Train an unsharded module on this rank alone, without the user's callbacks: some need the strategy."""
     seed_everything(setting.seed + dist.get_rank(), verbose=False)
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch]}
+    options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [watch, *setting.also]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
     with warnings.catch_warnings(action="ignore"):  # the fits in the mode show the warnings
         _fit_on(trainer, module, setting)

@@ -32,6 +32,9 @@ def check(case: cases.Case, pipeline: str | Schedule, module: type[Model] = Mode
     return check_module(lambda: module(case), batches, mode, sharding=plan, **options)
 
 
+SHOWN = re.compile(r"(\d+)%\|.*?\| (\d+)/(\d+) \[[\d:]+<[\d:]+,")  # of a bar: steps, and the time that is left
+
+
 def what_is_said(case: cases.Case, pipeline: str | Schedule, module: type[Model], **options: Any) -> str:
     try:
         return str(check(case, pipeline, module, **options))
@@ -72,6 +75,22 @@ class SendsInItsOwnOrder(Model):
             for work in [dist.all_reduce(torch.zeros(1), group=group, async_op=True) for group in groups]:
                 work.wait()
         return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "base"])
+def test_how_far_it_is(pipeline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr: the fit, its share of all steps, and the time that is left; all steps are done in the end."""
+    check(TABLE_WISE, pipeline, progress=True)
+    said = capsys.readouterr().err
+    states = [(float(share), int(done), int(num)) for share, done, num in SHOWN.findall(said)]
+    num_steps = 12 * (3 + (pipeline != "base")) + 2 * 4
+    assert states[-1] == (100, num_steps, num_steps)
+    assert [share for share, *_ in states] == sorted(share for share, *_ in states)
+    fits = ["first fit", "second fit", "base:", "unsharded"] + ["simulated streams"] * (pipeline != "base")
+    assert all(fit in said for fit in fits)
+    for progress in (None, False):  # None: where stderr is no terminal
+        check(TABLE_WISE, pipeline, progress=progress)
+        assert "check_module" not in capsys.readouterr().err
 
 
 def test_the_dlrm_in_one_process() -> None:
