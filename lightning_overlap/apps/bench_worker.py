@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from .. import versions
 from ..distributed import gather_objects
