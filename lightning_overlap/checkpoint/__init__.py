@@ -14,6 +14,7 @@ from .full_file import (
 )
 from .incremental import Increments
 from .managed_collision_state import Generators, load_collision_state, pieces_for
+from .model_state import move_unsharded
 from .moved_ids import Move, counting_modules, immovable_collisions, move_ids, weight_of
 from .not_checkpoints import DamagedError, why_no_checkpoint
 from .opened import find_folder, open_checkpoint

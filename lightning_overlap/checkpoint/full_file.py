@@ -22,9 +22,21 @@ from ..text import message_without_secrets, some, without_secrets
 from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
+from .model_state import ordered, restore_objects
 from .moved_ids import Move, move_ids, segment_names
 from .not_checkpoints import DamagedError
-from .parts import AVERAGES, COLLISIONS, ENTRIES, FUSED, FUSED_CLASSES, MODEL, TABLE_OPTIMIZERS, rename_former_entries
+from .parts import (
+    AVERAGES,
+    COLLISIONS,
+    ENTRIES,
+    FUSED,
+    FUSED_CLASSES,
+    MODEL,
+    MODEL_OBJECTS,
+    SHARDED_NAMES,
+    TABLE_OPTIMIZERS,
+    rename_former_entries,
+)
 from .plain_state import take_plain_state
 from .sharded_folder import (
     is_rank_zero,
@@ -38,16 +50,19 @@ from .table_state import Loading, fill_from_whole, first_owners, local_parts
 
 def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
     """Return Lightning's checkpoint with unsharded tensors on rank 0; None on other ranks. Every rank calls this."""
+    names = list(checkpoint["state_dict"])
     state = take_state(checkpoint, model, group)
     parts = (MODEL, FUSED, TABLE_OPTIMIZERS, AVERAGES, COLLISIONS)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in parts}
     if not is_rank_zero(group):
         return None
-    weights = gathered.pop(MODEL)
-    state_dict = {key: weights.get(key, value) for key, value in state[MODEL].items()}
+    del checkpoint[SHARDED_NAMES]
+    restore_objects(checkpoint, gathered.pop(MODEL))
+    whole = checkpoint["state_dict"]
+    for name in names:
+        whole.move_to_end(name)
     return {
         **checkpoint,
-        "state_dict": state_dict,
         **{ENTRIES[part]: pieces for part, pieces in gathered.items() if pieces},
     }
 
@@ -149,6 +164,9 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file; weights, averages and states of tables stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     rename_former_entries(checkpoint)
+    checkpoint.pop(SHARDED_NAMES, None)
+    if MODEL_OBJECTS in checkpoint and "state_dict" in checkpoint:  # Lightning's consolidate command has left it there
+        restore_objects(checkpoint, checkpoint["state_dict"])
     if "state_dict" not in checkpoint:
         has = some(map(str, checkpoint)) or "nothing"
         raise ValueError(
@@ -180,7 +198,8 @@ def load_collisions(checkpoint: Mapping[str, Any], model: nn.Module, group: Grou
     moves = move_ids(model, {name: pieces[key] for key, name in segments.items() if key in pieces}, group)
     for move in moves:
         move.apply(pieces, of_optimizers=False)
-    return {**checkpoint, "state_dict": {**whole, **{key: mine[key] for key in pieces}}}, moves
+    state_dict = ordered({**whole, **{key: mine[key] for key in pieces}}, like=whole)
+    return {**checkpoint, "state_dict": state_dict}, moves
 
 
 def load_fused(

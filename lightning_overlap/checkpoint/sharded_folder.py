@@ -28,13 +28,23 @@ from typing_extensions import override
 from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, gather_on_rank_zero, together, warn_on_rank_zero
 from ..tables import ShardedStateNames
-from ..text import check_known, some, without_secrets
+from ..text import check_known, without_secrets
 from .atomic import being_replaced, check_replaceable, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, link_files, put_rows
 from .managed_collision_state import collision_state, pieces_for
 from .merged_rows import MergedRows
+from .model_state import (
+    OTHER_TABLES,
+    Listed,
+    ModelLoading,
+    may_have_rows,
+    put_at,
+    restore_objects,
+    take_tensors,
+    with_lists,
+)
 from .moved_ids import move_ids, segment_names
 from .not_checkpoints import (
     BASE_FOLDER,
@@ -53,6 +63,7 @@ from .parts import (
     FUSED,
     FUSED_CLASSES,
     MODEL,
+    SHARDED_NAMES,
     TABLE_OPTIMIZERS,
     rename_former_entries,
 )
@@ -68,7 +79,6 @@ SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
 State: TypeAlias = dict[str, dict[str, Any]]  # part -> name -> piece of state
 _SAVE = "lightning_overlap_save"  # entry of `meta.pt`: the identity of the save, which its checksums have too
 _BASE = "lightning_overlap_base"  # entry of `increment.pt`: the identity of the save of its base
-_OTHER_TABLES = "Was it saved from other tables?"
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool, most_increments: float) -> None:
@@ -122,8 +132,8 @@ def check_folder_path(path: Any, storage_options: Any, world_size: int = 1) -> P
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group, fused: FusedTables | None = None) -> State:
-    """Move sharded state out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
-    state = {MODEL: checkpoint.pop("state_dict")}
+    """Move tensors of the module out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
+    state: State = {MODEL: take_tensors(checkpoint, model)}
     if "optimizer_states" in checkpoint:
         fused = fused or FusedTables(model)
         checkpoint[FUSED_CLASSES] = fused.classes
@@ -568,16 +578,16 @@ def load_folder(
     have been written in part by then.
     """
     path = as_place(path)
-    state_dict = model.state_dict()  # shares the module's memory: filling it loads the module
 
-    def begin() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    def begin() -> tuple[dict[str, Any], Listed, ModelLoading]:
         rest = _read_rest(path, weights_only=weights_only, checks_all=is_rank_zero(group))
-        saved = _saved(path, [key for key, value in state_dict.items() if not isinstance(value, Tensor)])
-        _check_same_model(path, state_dict, saved[MODEL], strict)
-        return rest, saved
+        listed = _saved(path, rest)
+        of_model = ModelLoading(model, rest, listed)
+        of_model.check(path, strict=strict)
+        return rest, listed, of_model
 
-    rest, saved = together(begin, group, alike=(ValueError,))  # what the files are
-    state: State = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
+    rest, listed, of_model = together(begin, group, alike=(ValueError,))  # what the files are
+    saved, state = listed.pieces, cast(State, {MODEL: of_model.pieces()})
     # The saved ones are read beside the module's own, which say what this run's shards are.
     segments = {key: name for key, name in segment_names(model).items() if key in state[MODEL]}
     state[MODEL] |= {key: torch.empty_like(state[MODEL][key]) for key in segments}
@@ -592,7 +602,7 @@ def load_folder(
     state[COLLISIONS] = {key: torch.empty(there[key][0], dtype=there[key][1]) for key in pieces_for(there, group)}
     state = {part: values for part, values in state.items() if values}
     with _loading(path):
-        for folder, pieces in _by_folder(path, state, saved).items():
+        for folder, pieces in _by_folder(path, state).items():
             reader, planner = SafeReader(folder), SafePlanner(weights_only)
             load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     if is_incremental(path):
@@ -609,7 +619,7 @@ def load_folder(
         put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest["optimizer_states"])
     # None: already loaded.
     loaded = {ENTRIES[FUSED]: None, AVERAGES: sorted(state.get(AVERAGES, {})), COLLISIONS: state.get(COLLISIONS, {})}
-    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, **loaded}
+    return {**rest, "state_dict": of_model.state_dict(state[MODEL]), **loaded}
 
 
 def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, Any]:
@@ -628,7 +638,7 @@ def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, A
             metadata = reader.read_metadata()
             names, known = metadata.state_dict_metadata, metadata.planner_data
             paths = {name: known[name] if len(known.get(name, ())) > 1 else name.partition(".")[::2] for name in names}
-            wanted = {name: keys for name, keys in paths.items() if folder is place or _is_of_base(keys, state)}
+            wanted = {name: keys for name, keys in paths.items() if folder is place or _is_of_base(keys, state, rest)}
             flat: dict[str, Any] = {}
             for name in wanted:
                 entry = names[name]
@@ -637,34 +647,19 @@ def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, A
                     flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
             load(flat, storage_reader=reader, planner=SafePlanner(weights_only), no_dist=True)
             for name, keys in wanted.items():
-                _put_at(state, keys, flat.pop(name))
+                put_at(state, keys, flat.pop(name))
     if is_incremental(place):
         put_rows(place, state)
-    state_dict = {key: _with_lists(value) for key, value in state.pop(MODEL, {}).items()}
-    return {**rest, "state_dict": state_dict, **{ENTRIES[part]: pieces for part, pieces in state.items()}}
+    tensors = {key: with_lists(value) for key, value in state.pop(MODEL, {}).items()}
+    rest.pop(SHARDED_NAMES, None)
+    restore_objects(rest, tensors)
+    return {**rest, **{ENTRIES[part]: pieces for part, pieces in state.items()}}
 
 
-def _is_of_base(keys: Sequence[str | int], own: State) -> bool:
+def _is_of_base(keys: Sequence[str | int], own: State, rest: Mapping[str, Any]) -> bool:
     """Whether an incremental folder takes what is under these keys from its base, and has not written it anew."""
-    part, name = str(keys[0]), keys[1]
-    return part in (MODEL, FUSED) and name not in own.get(part, {})
-
-
-def _put_at(state: dict[Any, Any], keys: Sequence[str | int], value: Any) -> None:
-    """Put a value into nested dicts, under one key in the other; those of lists are numbers."""
-    for key in keys[:-1]:
-        state = state.setdefault(key, {})
-    state[keys[-1]] = value
-
-
-def _with_lists(value: Any) -> Any:
-    """Return what `_put_at` has made, with lists in the place of dicts whose keys are numbers."""
-    if not isinstance(value, dict):
-        return value
-    inside = {key: _with_lists(one) for key, one in value.items()}
-    if inside and all(isinstance(key, int) for key in inside):
-        return [inside[key] for key in sorted(inside)]
-    return inside
+    part, name = str(keys[0]), str(keys[1])
+    return may_have_rows(part, name, rest) and name not in own.get(part, {})
 
 
 @contextmanager
@@ -680,7 +675,7 @@ def _loading(path: Place) -> Iterator[None]:
         for error in errors:
             if isinstance(error, pickle.UnpicklingError):
                 raise _untrusted(path, error) from err
-        raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {_OTHER_TABLES}") from err
+        raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {OTHER_TABLES}") from err
 
 
 def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
@@ -708,21 +703,23 @@ def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> 
     return rest
 
 
-def _saved(path: Place, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return part -> name -> shape and dtype of the tensors in a folder; None for `objects` (of `get_extra_state`)."""
-    own = _listed(path, objects)
+def _saved(path: Place, rest: Mapping[str, Any]) -> Listed:
+    """Return what a folder's tensors are; of an incremental one also those in its base that it has not written anew."""
+    own = _listed(path)
     if is_incremental(path):
-        for part, pieces in _listed(base_of(path), objects).items():
-            if part in (MODEL, FUSED):  # what increments have rows of; all else is in each of them
-                own[part] = {**pieces, **own[part]}
+        base = _listed(base_of(path))
+        for part in (MODEL, FUSED):
+            pieces = {name: entry for name, entry in base.pieces[part].items() if may_have_rows(part, name, rest)}
+            own.pieces[part] = {**pieces, **own.pieces[part]}
+        own.paths = {**base.paths, **own.paths}
     return own
 
 
-def _by_folder(path: Place, state: State, saved: Mapping[str, Mapping[str, Any]]) -> dict[Place, State]:
+def _by_folder(path: Place, state: State) -> dict[Place, State]:
     """Return the folders of a checkpoint, each with the pieces that are loaded from it."""
     if not is_incremental(path):
         return {path: state}
-    own = _listed(path, [key for key, entry in saved[MODEL].items() if entry is None])
+    own = _listed(path).pieces
     base = base_of(path)
     divided: dict[Place, State] = {base: {}, path: {}}
     for part, pieces in state.items():
@@ -732,30 +729,10 @@ def _by_folder(path: Place, state: State, saved: Mapping[str, Mapping[str, Any]]
     return divided
 
 
-def _listed(path: Place, objects: Sequence[str]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
-    for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
-        part, _, key = name.partition(".")
-        if part == MODEL:  # a dict among the objects is saved entry by entry
-            key = next((one for one in objects if key.startswith(f"{one}.")), key)
-        if isinstance(metadata, TensorStorageMetadata):
-            found.setdefault(part, {})[key] = metadata.size, metadata.properties.dtype
-        elif part == MODEL:
-            found[part][key] = None
-    return found
-
-
-def _check_same_model(path: Place, state_dict: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
-    missing, unexpected = some(sorted(state_dict.keys() - saved.keys())), some(sorted(saved.keys() - state_dict.keys()))
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"could not load {path} into this model. {_OTHER_TABLES}"
-            f"{f' Missing in the checkpoint: {missing}.' if missing else ''}"
-            f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
-        )
-    saved_objects = {key for key, entry in saved.items() if entry is None}
-    if objects := some(sorted(key for key in saved_objects if isinstance(state_dict.get(key), Tensor))):
-        raise RuntimeError(f"could not load {path} into this model: its {objects} are objects, not tensors.")
+def _listed(path: Place) -> Listed:
+    listed = Listed()
+    listed.add(SafeReader(path).read_metadata())
+    return listed
 
 
 def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False, shown: object = None) -> dict[str, Any]:

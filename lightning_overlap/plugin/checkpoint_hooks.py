@@ -359,6 +359,9 @@ class SavesShards(HasRun):
             if hands_out_rows(module):
                 sharded, moves = checkpoints.load_collisions(checkpoint, module, group)
             super().load_model_state_dict(sharded, strict)
+            if self._is_sharded and self.root_device.type != "cpu":
+                # Lightning's strategies load a module before they move it to its device.
+                checkpoints.move_unsharded(module, self.root_device)
         except RuntimeError as err:
             err.add_note("The checkpoint's module has other tables or another dense part than this module.")
             raise

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import lightning
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from ...checkpoint import ENTRIES, FUSED
 from ...compat.lightning import fit_loop_state
@@ -140,6 +141,8 @@ def _what_is_there(shown: str, header: Header, tables: ShardTables, without_stat
     ]
     if not tables.sent_dense:
         lacks.append("the dense part (EmbeddingDeltas(dense=True) sends it): the dense weights are the module's own")
+    if objects := sorted(name for name, value in tables.state_dict.items() if not isinstance(value, Tensor)):
+        lacks.append(f"state of modules that is no tensor, which begins anew: {some(objects)}")
     if without_state:
         lacks.append(
             "the fused optimizer's state, which begins anew (EmbeddingDeltas(optimizer_state=True) sends it), of "
