@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -38,10 +38,19 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.trainer.call": ("_call_strategy_hook",),
     "_CheckpointConnector": ("_parse_ckpt_path", "resume_start"),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
-    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential", "_on_evaluation_end"),
+    "_EvaluationLoop": (
+        *(*_OF_BOTH, "_evaluation_step", "_is_sequential", "_last_val_dl_reload_epoch", "_on_evaluation_end"),
+        *("_should_reload_val_dl", "setup_data"),
+    ),
     "_FitLoop": (
-        *("_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_results", "_should_reload_train_dl"),
-        "setup_data",
+        *(
+            "_combined_loader",
+            "_data_fetcher",
+            "_last_train_dl_reload_epoch",
+            "_load_combined_loader_states",
+            "_results",
+        ),
+        *("_should_reload_train_dl", "setup_data"),
     ),
     "_LoggerConnector": ("_callback_metrics", "_first_loop_iter"),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
@@ -160,6 +169,17 @@ class StagedFetcher(_DataLoaderIterDataFetcher):
 Loop = _Loop
 
 
+class MakesLoaders(Protocol):
+    """A loop that makes its data loaders, and with `reload_dataloaders_every_n_epochs` makes others in later epochs."""
+
+    loaders_epoch: float
+    """The epoch in which the loaders were made, from which Lightning counts; -inf before."""
+
+    @property
+    def makes_loaders_anew(self) -> bool:
+        """Whether the next `setup_data` makes loaders even if there are some."""
+
+
 class AutomaticOptimization(_AutomaticOptimization):
     """Lightning's loop around the optimizer's step of one batch; `run` is called for each batch."""
 
@@ -205,6 +225,15 @@ class FitLoop(_FitLoop):
     def makes_loaders_anew(self) -> bool:
         """Whether the next `setup_data` makes loaders anew though it has some (`reload_dataloaders_every_n_epochs`)."""
         return bool(self._should_reload_train_dl)
+
+    @property
+    def loaders_epoch(self) -> float:
+        """The epoch in which the loaders were made; -inf before."""
+        return self._last_train_dl_reload_epoch
+
+    @loaders_epoch.setter
+    def loaders_epoch(self, epoch: float) -> None:
+        self._last_train_dl_reload_epoch = epoch
 
     def load_loader_states(self) -> None:
         """Give the loaders their states of a checkpoint; called before the first iterator of the fit is made."""
@@ -330,6 +359,20 @@ class EvaluationLoop(_Evaluates, _EvaluationLoop):
     def _evaluation_step(self, *args: Any) -> None:
         super()._evaluation_step(*args)
         self.after_step()
+
+    @property
+    def makes_loaders_anew(self) -> bool:
+        """Whether the next validation of a fit makes loaders anew (`reload_dataloaders_every_n_epochs`)."""
+        return bool(self._should_reload_val_dl)
+
+    @property
+    def loaders_epoch(self) -> float:
+        """The epoch in which a fit's validation loaders were made; -inf before."""
+        return self._last_val_dl_reload_epoch
+
+    @loaders_epoch.setter
+    def loaders_epoch(self, epoch: float) -> None:
+        self._last_val_dl_reload_epoch = epoch
 
     def before_end_hooks(self) -> None:
         """Called when all that is left are the hooks `on_validation_end` or `on_test_end`."""

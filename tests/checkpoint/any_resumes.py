@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -47,6 +48,9 @@ class Drawn:
     val_interval: int | float = 1.0
     val_every_n_epochs: int | None = 1
     scheduler: str = "epochs"
+    frequency: int = 1  # steps or epochs from one step of the scheduler to the next
+    reload: int = 0  # epochs from one set of loaders to the next; each has batches of its own
+    doubles: bool = False  # `accumulate` holds from the second epoch on
     format: str = "full"
     none: int = -1  # index of a batch that is None, with a loader of the kind "own"
     resets: bool = False  # the state of the tables' optimizer is written at the end of each epoch
@@ -58,7 +62,8 @@ class Drawn:
             "max_epochs": self.epochs,
             "max_steps": self.max_steps,
             "limit_train_batches": self.limit,
-            "accumulate_grad_batches": self.accumulate,
+            "accumulate_grad_batches": 1 if self.doubles else self.accumulate,
+            "reload_dataloaders_every_n_epochs": self.reload,
             "val_check_interval": self.val_interval,
             "check_val_every_n_epoch": self.val_every_n_epochs,
             "num_sanity_val_steps": 0,
@@ -157,7 +162,7 @@ class Logs(Model):
             monitor = {"plateau_of_training": "loss", "plateau_of_steps": "loss"}.get(name, "val")
             scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.8, patience=0, threshold=0.2)
             config = {"scheduler": scheduler, "interval": interval, "monitor": monitor, "strict": False}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+        return {"optimizer": optimizer, "lr_scheduler": {**config, "frequency": self.drawn.frequency}}
 
 
 @dataclass
@@ -179,8 +184,13 @@ class Data(LightningDataModule):
         super().__init__()
         self.drawn = drawn
 
+    @property
+    def day(self) -> int:
+        """Number of the loaders' data; it depends on the epoch where new loaders are made by a schedule."""
+        return self.trainer.current_epoch if self.drawn.reload else 0
+
     def train_dataloader(self) -> Any:
-        source = (CASE, self.drawn.num_batches, self.trainer.global_rank)
+        source = (CASE, self.drawn.num_batches, self.trainer.global_rank + 100 * self.day)
         if self.drawn.none >= 0:
             with_none = _WithNone if self.drawn.loader == "own-unsized" else _WithNoneSized
             return with_none(*source, self.drawn.none)
@@ -191,7 +201,8 @@ class Data(LightningDataModule):
         return StatefulDataLoader(rows, 1, sampler=sampler, collate_fn=itemgetter(0))
 
     def val_dataloader(self) -> Any:
-        batches = [make_batch(CASE, 1000 + index, self.trainer.global_rank, BATCH_SIZE) for index in range(2)]
+        first = 1000 + 100 * self.day
+        batches = [make_batch(CASE, first + index, self.trainer.global_rank, BATCH_SIZE) for index in range(2)]
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
@@ -203,7 +214,10 @@ def _run(drawn: Drawn, stop: Stop | None, path: str, resume: str | None) -> tupl
     most = 0 if "merged" in how else 10
     options = {"checkpoint_format": saved_as, "async_checkpoint": "asynchronous" in how, "most_increments": most}
     strategy = make_strategy(model, drawn.pipeline, **options)
-    trainer = make_trainer(strategy, callbacks=[watch], **drawn.kwargs)
+    doubling: list[Callback] = []
+    if drawn.doubles:
+        doubling.append(GradientAccumulationScheduler({0: 1, 1: drawn.accumulate}))
+    trainer = make_trainer(strategy, callbacks=[*doubling, watch], **drawn.kwargs)
     if resume is not None:
         zeroed(model)
     with warnings.catch_warnings(action="ignore"):

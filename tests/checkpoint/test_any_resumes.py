@@ -27,18 +27,25 @@ def draws(draw: Callable[..., Any]) -> Drawn:
     every = draw(st.sampled_from([1, 1, 2, None]))
     most = num if limit is None else limit
     intervals = [1.0, *range(1, most + 1)] if every else [1, 2, 3, most + 1]
+    loader = draw(st.sampled_from(LOADERS))
+    if every and loader != "own-unsized":
+        intervals += [0.3, 0.5]
+    accumulate = draw(st.sampled_from([1, 1, 1, 2]))
     return Drawn(
         stops=tuple(draw(st.lists(stops, min_size=1, max_size=4))),
         pipeline=draw(st.sampled_from(EXACT)),
-        loader=draw(st.sampled_from(LOADERS)),
+        loader=loader,
         num_batches=num,
         epochs=draw(st.integers(1, 3)),
         max_steps=draw(st.just(-1) | st.integers(1, 12)),
         limit=limit,
-        accumulate=draw(st.sampled_from([1, 1, 1, 2])),
+        accumulate=accumulate,
+        doubles=accumulate > 1 and draw(st.booleans()),
         val_interval=draw(st.sampled_from(intervals)),
         val_every_n_epochs=every,
         scheduler=draw(st.sampled_from(SCHEDULERS)),
+        frequency=draw(st.sampled_from([1, 1, 2])),
+        reload=draw(st.sampled_from([0, 0, 1, 2, 3])),
         format=draw(st.sampled_from(FORMATS)),
         resets=draw(st.booleans()),
     )
@@ -63,6 +70,11 @@ def test_any_resumes_equal_none(get_ranks: Callable[..., Ranks]) -> None:
     @example(drawn=Drawn((Stop("batch_end", 1), Stop("batch_start", 1)), none=1, epochs=1, loader="own-unsized"))
     @example(drawn=Drawn((Stop("batch_start", 2), Stop("batch_start", 1)), loader="own-unsized"))  # twice in one batch
     @example(drawn=Drawn((Stop("epoch_end", 1),), epochs=2, format="incremental", resets=True))
+    @example(drawn=Drawn((Stop("epoch_end", 1),), num_batches=1, epochs=4, reload=2))
+    @example(drawn=Drawn((Stop("val_start", 2), Stop("val_end", 1)), num_batches=2, epochs=4, reload=3))
+    @example(drawn=Drawn((Stop("batch_end", 3),), num_batches=2, epochs=4, reload=2, val_every_n_epochs=2))
+    @example(drawn=Drawn((Stop("epoch_end", 2),), num_batches=2, reload=1, val_interval=5, val_every_n_epochs=None))
+    @example(drawn=Drawn((Stop("batch_end", 6),), accumulate=2, doubles=True))  # after two batches of the second epoch
     def holds(drawn: Drawn) -> None:
         assert differences(get_ranks(1), drawn) == [[]]
 

@@ -848,6 +848,41 @@ def test_synchronized_layers_are_taken_out() -> None:
     assert lightning.without_layer_sync(lightning.Strategy(), model) is model
 
 
+@meanings.of("_FitLoop._last_train_dl_reload_epoch", "_EvaluationLoop._last_val_dl_reload_epoch")
+@meanings.of("_EvaluationLoop._should_reload_val_dl", "_EvaluationLoop.setup_data")
+def test_the_epochs_in_which_loaders_are_made(undo: ExitStack) -> None:
+    """Lightning counts from them up to the next ones, and knows the present epoch by the epochs that are completed."""
+
+    class Made(Model):
+        def train_dataloader(self) -> Any:
+            made.append(("training", self.trainer.current_epoch))
+            return super().train_dataloader()
+
+        def val_dataloader(self) -> Any:
+            made.append(("validation", self.trainer.current_epoch))
+            return super().train_dataloader()
+
+        def on_train_epoch_end(self) -> None:
+            epochs.append((loop.loaders_epoch, validation.loaders_epoch, validation.makes_loaders_anew))
+
+    made: list[tuple[str, int]] = []
+    epochs: list[tuple[float, float, bool]] = []
+    trainer = make_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=2, num_sanity_val_steps=0)
+    stand_in(trainer, "fit_loop", lightning.FitLoop, undo)
+    stand_in(trainer.fit_loop.epoch_loop, "val_loop", lightning.EvaluationLoop, undo)
+    loop: Any = trainer.fit_loop
+    validation = loop.epoch_loop.val_loop
+    assert loop.loaders_epoch == validation.loaders_epoch == float("-inf")
+    trainer.fit(Made())
+    assert made == [("training", 0), ("validation", 0), ("training", 2), ("validation", 2)]
+    assert epochs == [(0, 0, False), (0, 0, False), (2, 2, False), (2, 2, False)]
+    loop.loaders_epoch = validation.loaders_epoch = 1
+    loop.epoch_progress.current.completed = 3
+    assert trainer.current_epoch == 3
+    assert loop.makes_loaders_anew
+    assert validation.makes_loaders_anew
+
+
 @meanings.of("DDPStrategy._lightning_module", "DDPStrategy._model", "DDPStrategy._optimizers")
 def test_a_copied_strategy_without_its_module() -> None:
     strategy, model = lightning.Strategy(), Model()

@@ -94,6 +94,13 @@ class _LookaheadMixin:
 class _EvaluationLoopMixin(_LookaheadMixin, EvaluationLoop):
     """A validation or a test with a lookahead."""
 
+    def setup_data(self) -> None:
+        fit_loop, make = self.trainer.fit_loop, super().setup_data
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            make()
+        else:
+            fit_loop.loader_epochs.make(self, make, is_early=fit_loop.begins)
+
     def before_end_hooks(self) -> None:
         resume = getattr(self.trainer.fit_loop, "resume", None)
         if resume is not None:

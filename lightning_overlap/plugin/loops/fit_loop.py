@@ -1,10 +1,12 @@
 """Lightning's fit loop with a lookahead: during a fit the trainer has loops of this package in the place of its own."""
 
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils import data
 from typing_extensions import override
@@ -25,9 +27,11 @@ from .batch_stream import BatchStream
 from .epoch import allows_empty_loaders, without_batches
 from .fetcher import LookaheadFetcher, NoneFetcher, StepArguments
 from .generators import ResumedGenerators
+from .loader_epochs import LoaderEpochs
 from .resume import Rest, Resume
 from .stand_in import stand_in
 
+_LOADER_EPOCHS = "lightning_overlap_loader_epochs"  # entry of the fit loop's state
 _STOPS = "lightning_overlap_stops"  # entry of a preempted fit's checkpoint: it was told to stop early
 
 
@@ -44,13 +48,15 @@ class _FitLoopMixin(FitLoop):
     epoch_loop: EpochLoop
     resume: Resume
     generators: ResumedGenerators
+    loader_epochs: LoaderEpochs
     loader_states: list[Any]  # of a checkpoint, with which the loaders are to go on
+    begins: bool  # whether the fit begins: Lightning then makes validation loaders for the progress bar
 
     @override
     def setup_data(self) -> None:
         if self.makes_loaders_anew and isinstance(self.fetcher, LookaheadFetcher):
             self.fetcher.drop()  # batches of an epoch that was cut short
-        super().setup_data()
+        self.loader_epochs.make(self, super().setup_data)
         self.generators.has_iterators()
         if gives_batches(self.fetcher):
             strategy, epoch_loop = self.trainer.strategy, self.epoch_loop
@@ -93,8 +99,10 @@ class _FitLoopMixin(FitLoop):
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     @override
-    def making_iterator(self) -> AbstractContextManager[None]:
-        return sigterm.fetching(self.trainer)
+    @contextmanager
+    def making_iterator(self) -> Iterator[None]:
+        with self.loader_epochs.making_iterator(), sigterm.fetching(self.trainer):
+            yield
 
     @override
     def load_loader_states(self) -> None:
@@ -121,6 +129,7 @@ class _FitLoopMixin(FitLoop):
         super().on_load_checkpoint(state_dict)
         self.loader_states = state_dict.get("combined_loader") or []
         self.resume.take(state_dict)
+        self.loader_epochs.load_state_dict(state_dict.get(_LOADER_EPOCHS, {}))
         self.trainer.should_stop |= state_dict.get(_STOPS, False)
         # configure_optimizers may have asked for the number of steps. The loaders that were made for that have neither
         # their own states of the checkpoint nor the data module's.
@@ -139,6 +148,7 @@ class _FitLoopMixin(FitLoop):
             # Lightning begins every fit with False: a requeued job would train on after an early stop.
             state_dict[_STOPS] = True
         self.resume.save(state_dict)
+        state_dict[_LOADER_EPOCHS] = self.loader_epochs.state_dict()
         return state_dict
 
     @property
@@ -162,7 +172,14 @@ class _FitLoopMixin(FitLoop):
             self.epoch_progress.current.completed -= 1
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             self.epoch_progress.current.completed += 1
+        self.begins = True
         super().on_run_start()
+        self.begins = False
+        if self.resume.enters_epoch:
+            # Lightning calls the hook that sets it at the beginning of an epoch only.
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(self.trainer)
 
     @override
     def on_advance_start(self) -> None:
@@ -334,8 +351,9 @@ def install(trainer: Trainer, undo: ExitStack) -> None:
     stand_in(trainer, "fit_loop", _FitLoopMixin, undo)
     loop: Any = trainer.fit_loop
     loop.resume = Resume(trainer, num_over=loop.epoch_loop.batch_progress.total.ready)
-    loop.generators, loop.loader_states = ResumedGenerators(trainer), []
-    for own in ("resume", "generators", "loader_states"):
+    loop.generators, loop.loader_states, loop.begins = ResumedGenerators(trainer), [], False
+    loop.loader_epochs = LoaderEpochs(trainer)
+    for own in ("resume", "generators", "loader_states", "loader_epochs", "begins"):
         undo.callback(vars(loop).pop, own)
     undo.callback(_forget_broken_loader, trainer.fit_loop)
     stand_in(trainer.fit_loop, "epoch_loop", _EpochLoopMixin, undo)
