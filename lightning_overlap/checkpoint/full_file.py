@@ -22,6 +22,7 @@ from ..text import message_without_secrets, some, without_secrets
 from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
+from .managed_collision_state import Generators
 from .model_state import ordered, restore_objects
 from .moved_ids import Move, move_ids, segment_names
 from .not_checkpoints import DamagedError
@@ -48,10 +49,12 @@ from .sharded_folder import (
 from .table_state import Loading, fill_from_whole, first_owners, local_parts
 
 
-def gather_checkpoint(checkpoint: dict[str, Any], model: nn.Module, group: Group) -> dict[str, Any] | None:
+def gather_checkpoint(
+    checkpoint: dict[str, Any], model: nn.Module, group: Group, generators: Generators | None = None
+) -> dict[str, Any] | None:
     """Return Lightning's checkpoint with unsharded tensors on rank 0; None on other ranks. Every rank calls this."""
     names = list(checkpoint["state_dict"])
-    state = take_state(checkpoint, model, group)
+    state = take_state(checkpoint, model, group, generators=generators)
     parts = (MODEL, FUSED, TABLE_OPTIMIZERS, AVERAGES, COLLISIONS)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in parts}
     if not is_rank_zero(group):

@@ -67,11 +67,14 @@ class Generators:
         return torch.equal(self.cpu, other.cpu) and torch.equal(self.cuda, other.cuda)
 
 
-def collision_state(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """Return this rank's pieces, in the modules' memory; none for a model without managed collision modules."""
+def collision_state(model: nn.Module, group: Group, generators: Generators | None) -> dict[str, Tensor]:
+    """Return this rank's pieces, in the modules' memory; none for a model without managed collision modules.
+
+    `generators` are the states at the place where a resumed fit continues; None: the present ones.
+    """
     if not hands_out_rows(model):
         return {}
-    rank, generators = _rank_of(group), Generators.now()
+    rank, generators = _rank_of(group), generators or Generators.now()
     found = {_Key(rank, "", _CPU): generators.cpu}
     if generators.cuda is not None:
         found[_Key(rank, "", _CUDA)] = generators.cuda

@@ -33,7 +33,7 @@ from .atomic import being_replaced, check_replaceable, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, link_files, put_rows
-from .managed_collision_state import collision_state, pieces_for
+from .managed_collision_state import Generators, collision_state, pieces_for
 from .merged_rows import MergedRows
 from .model_state import (
     OTHER_TABLES,
@@ -131,7 +131,13 @@ def check_folder_path(path: Any, storage_options: Any, world_size: int = 1) -> P
     return place
 
 
-def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group, fused: FusedTables | None = None) -> State:
+def take_state(
+    checkpoint: dict[str, Any],
+    model: nn.Module,
+    group: Group,
+    fused: FusedTables | None = None,
+    generators: Generators | None = None,
+) -> State:
     """Move tensors of the module out of Lightning's checkpoint, in place, and add the fused optimizers' state."""
     state: State = {MODEL: take_tensors(checkpoint, model)}
     if "optimizer_states" in checkpoint:
@@ -139,7 +145,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module, group: Group, fused
         checkpoint[FUSED_CLASSES] = fused.classes
         state[FUSED] = {str(key): piece for key, piece in fused.state().items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
-        state[COLLISIONS] = collision_state(model, group)
+        state[COLLISIONS] = collision_state(model, group, generators)
     state[AVERAGES] = checkpoint.pop(AVERAGES, {})
     if not is_rank_zero(group):
         # Any rank may write what several have. Buffers that are not sharded, as of BatchNorm, differ by rank.
@@ -177,6 +183,7 @@ class FolderSaver:
         also: Place | None,
         increments: Increments | None = None,
         follows: bool = False,
+        generators: Generators | None = None,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
@@ -186,7 +193,8 @@ class FolderSaver:
         self.wait(stops_merge=increments is not None and not follows)  # a whole one makes it useless
         if increments is not None:  # others, as of weights only, leave the newest increment as it is
             self.forget_merge()
-        state = take_state(checkpoint, model, self._group, increments.fused if increments and follows else None)
+        fused = increments.fused if increments and follows else None
+        state = take_state(checkpoint, model, self._group, fused, generators)
         increment = increments.take(state) if increments and follows else None
         name, snapshot, rest = uuid.uuid4().hex, Snapshot(), None
         if is_rank_zero(self._group):

@@ -34,7 +34,7 @@ from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
 from ..tables import hands_out_rows, has_tables
 from ..text import some, without_secrets
-from . import checkpoint_links, first_words, found_checkpoints
+from . import checkpoint_links, first_words, found_checkpoints, mid_step
 from .loops import METRICS
 from .run import Fit, HasRun
 
@@ -123,6 +123,10 @@ class SavesShards(HasRun):
             self._is_in_thread = False
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if self._fit is not None and "optimizer_states" in checkpoint and not self._fit_has_failed:
+            has_looked_up = self._fit.sparse.forwards.are_called
+            if (changed := self._fit.mid_step.changed(has_looked_up=has_looked_up)) is not None:
+                raise mid_step.refusal(changed)
         self.settle_save()
         # Its thread uses `checkpoint_group`, as everything below does.
         self._folder_saver.wait(stops_merge=self._saves_at_once)
@@ -202,8 +206,9 @@ class SavesShards(HasRun):
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
         first = self._first_last(place) if resumable and place is not None and self.is_global_zero else None
+        generators = self._generators_of_place()
         if saved_format == FULL:
-            content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
+            content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group, generators)
             if not _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None:
                     checkpoints.upload_file(content, str(filepath), self.checkpoint_group)
@@ -226,6 +231,7 @@ class SavesShards(HasRun):
                 also=first,
                 increments=increments,
                 follows=all_follow,
+                generators=generators,
             )
         # From here on "last" finds this checkpoint as soon as it is complete.
         self._newest = place  # complete before `on_commit` calls anything
@@ -244,6 +250,18 @@ class SavesShards(HasRun):
                 "MyModule.load_from_checkpoint takes lightning_overlap.open_checkpoint(FOLDER), or the file that "
                 "`python -m lightning_overlap.consolidate FOLDER` makes."
             )
+
+    @property
+    def _fit_has_failed(self) -> bool:
+        """Whether the fit's error is being handled: what is saved then may have a part of a step."""
+        return self._running_trainer is not None and self._running_trainer.interrupted
+
+    def _generators_of_place(self) -> Generators | None:
+        """Return the states of generators where a resumed fit continues; None: as they are now."""
+        fit, trainer = self._fit, self._running_trainer
+        if fit is None or trainer is None:
+            return None
+        return fit.mid_step.generators or trainer.fit_loop.resume.generators_before_validation()
 
     def _place_of_save(self, filepath: Any, storage_options: Any, saved_format: str) -> Place | None:
         """Return the place of a new checkpoint; None if Lightning's plugin alone knows it."""

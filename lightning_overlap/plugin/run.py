@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from ..balance import Balance, Balancer
@@ -21,19 +22,23 @@ from ..sparse import SparsePipeline
 from ..tables import KeptPlan, plan_of, sharded_modules
 from ..tuning import Tuner
 from .learning_rates import LearningRates
+from .mid_step import MidStep
 from .nonfinite import NonfiniteLosses
 
 
 class Fit:
     """The training of a fit."""
 
-    def __init__(self, sparse: SparsePipeline, rates: LearningRates | None, tuner: Tuner | None) -> None:
+    def __init__(
+        self, model: nn.Module, sparse: SparsePipeline, rates: LearningRates | None, tuner: Tuner | None
+    ) -> None:
         self.sparse = sparse
         self.rates = rates  # None on one rank: several ranks compare theirs
         self.tuner = tuner  # tries modes until it has chosen one; None if the user has named a mode
         self.split_layers: SplitLayers | None = None  # the layers whose backward is split, if the mode splits any
         self.walker: Walker | None = None  # None until the fit loop wants its first batch
         self.increments: Increments | None = None  # with checkpoint_format="incremental"
+        self.mid_step = MidStep(model)  # whether a save would have a part of a step
 
     def disturbs(self, what: str) -> None:
         """Tell the tuner that `what` takes time between two steps, which then do not count; all ranks call this."""

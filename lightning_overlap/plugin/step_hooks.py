@@ -84,6 +84,8 @@ class WalksSteps(HasRun):
         if self.streams is not None and self._transferred is not None:
             self.streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
+        if self._fit is not None:
+            self._fit.mid_step.begin()
         with staged.walker.forward():
             output = super().training_step(*staged.arguments)
         if not self._automatic:
@@ -116,6 +118,8 @@ class WalksSteps(HasRun):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        if self._fit is not None:
+            self._fit.mid_step.end_forward()
         if self._losses is not None:
             self._losses.compare(closure_loss)
         self._after(Stage.DENSE_FORWARD)
@@ -156,7 +160,10 @@ class WalksSteps(HasRun):
         """
         self._after(Stage.OPTIMIZER_STEP)
         fit = self._fit
-        if fit is not None and fit.tuner is not None and fit.walker is not None:
+        if fit is None:
+            return
+        fit.mid_step.end()
+        if fit.tuner is not None and fit.walker is not None:
             fit.tuner.step()
 
     @override

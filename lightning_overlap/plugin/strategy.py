@@ -283,7 +283,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             kernel.set_rates = set_rates
             kernel.pass_on = None if self._losses is None else self._losses.guard.pass_on
         sparse = self._make_pipeline(schedule, "training_step")
-        fit = run.fit = Fit(sparse, rates, self._tuner)
+        fit = run.fit = Fit(self._module, sparse, rates, self._tuner)
         run.undo.callback(sparse.detach)
         sparse.attach()
         self.begin_increments(fit, run.undo)

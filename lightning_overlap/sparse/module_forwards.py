@@ -48,6 +48,11 @@ class ModuleForwards(dict[str, ModuleForward]):
             hook.remove()
         self._hooks = []
 
+    @property
+    def are_called(self) -> bool:
+        """Whether the step that runs has called any of them."""
+        return any(forward.calls for forward in self.values())
+
     def begin_step(self) -> None:
         """Forget the calls of the last step."""
         for forward in self.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -170,7 +171,7 @@ class Run(NamedTuple):
     def differences(self, other: Run) -> list[str]:
         """Names of what differs from a run that has begun earlier."""
         found = [key for key in self.state.keys() | other.state.keys() if not _equal(self, other, key)]
-        return found if self.losses == other.losses[-len(self.losses) :] else ["losses", *found]
+        return found if self.losses == other.losses[len(other.losses) - len(self.losses) :] else ["losses", *found]
 
 
 def _equal(one: Run, other: Run, key: str) -> bool:
@@ -199,12 +200,16 @@ def fit(
     with warnings.catch_warnings(action="ignore"):
         path = None if load is None else f"{folder}/{load}.ckpt"
         trainer.fit(model, loader(setting), loader(setting) if num_val else None, ckpt_path=path)
+    return Run([float(loss) for loss in model.losses], state_of(model, trainer))
+
+
+def state_of(model: Model, trainer: Any) -> dict[str, Tensor]:
     state = collect(model, trainer.optimizers[0])
     for name, module in counting_modules(model).items():
         seen = seen_ids(module)
         state |= {f"{name} ids": seen.ids.clone(), f"{name} numbers": torch.tensor(seen[:2])}
         state |= {f"{name} {kind}": values.clone() for kind, values in seen.metadata.items()}
-    return Run([float(loss) for loss in model.losses], state)
+    return state
 
 
 class SavesBoth(Callback):
@@ -241,6 +246,72 @@ def refused_increments() -> tuple[str, int]:
     with mock.patch.object(unsupported, "HashZchManagedCollisionModule", ()), pytest.raises(ValueError) as caught:  # noqa: PT011
         trainer.fit(model, datamodule=KindBatches(model.case, 3))
     return str(caught.value), len(model.losses)
+
+
+HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_batch_start")
+HOOKS += ("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end")
+IN_STEP = "training_step"
+MID_STEP = (IN_STEP, "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+class SavesIn(Callback):
+    """Saves in a hook, the nth time that it is called, and says what was refused."""
+
+    def __init__(self, hook: str, nth: int, path: str) -> None:
+        self.hook, self.left, self.path, self.said = hook, nth, path, ""
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *args: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            try:
+                trainer.save_checkpoint(self.path)
+            except RuntimeError as err:
+                self.said = str(err)
+
+
+class SavesInStep(Model):
+    """Saves within its step, once its lookups are made."""
+
+    saves: SavesIn | None = None
+
+    def embeddings(self, kjt: KeyedJaggedTensor) -> Tensor:
+        found = super().embeddings(kjt)
+        if self.saves is not None and self.trainer.training:
+            self.saves.save(self.trainer)
+        return found
+
+
+def resume_from_hook(setting: Setting, folder: str, hook: str, nth: int, form: str, pipeline: str) -> list[str]:
+    """Save in a hook of a fit with validations, and say where a fit that resumes from there differs."""
+    path = f"{folder}/a.ckpt"
+    whole, said = _fit_with(SavesIn(hook, nth, path), setting, form, pipeline)
+    assert said == ""
+    rest, _ = _fit_with(None, setting, form, pipeline, load=path)
+    return rest.differences(whole)
+
+
+def refused_in_step(setting: Setting, folder: str, hook: str, form: str) -> tuple[str, bool]:
+    """Return what is said of a save in the middle of a step, and whether there is a file."""
+    path = f"{folder}/a.ckpt"
+    _, said = _fit_with(SavesIn(hook, 3, path), setting, form, "fused_sparse_dist")
+    return said, Path(path).exists()
+
+
+def _fit_with(
+    saves: SavesIn | None, setting: Setting, form: str, pipeline: str, load: str | None = None
+) -> tuple[Run, str]:
+    torch.manual_seed((3 if load is None else 44) + dist.get_rank())
+    model: Any = SavesInStep(setting)
+    if saves is not None and saves.hook == IN_STEP:
+        model.saves = saves
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan_of(model), checkpoint_format=form)
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    callbacks = [] if saves is None else [saves]
+    trainer = make_trainer(strategy, callbacks=callbacks, val_check_interval=3, **options)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(model, loader(setting), loader(setting), ckpt_path=load)
+    return Run([float(loss) for loss in model.losses], state_of(model, trainer)), "" if saves is None else saves.said
 
 
 def resume_differs(setting: Setting, folder: str, stop: int, **options: Any) -> list[str]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_overlap.consolidate import main as consolidate
 
 from ..support.draws import few
+from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
 from . import collisions
 from .collisions import EPOCH, Setting, drawn_settings
@@ -42,6 +43,35 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None
         assert is_increment == (form == "incremental" and stop != 1)
 
     holds()
+
+
+def test_a_fit_resumed_from_any_hook_equals_one_that_was_not_stopped(ranks: Ranks) -> None:
+    """The loaders of validations draw from the generator that evictions draw from."""
+
+    @few(max_examples=5)
+    @given(
+        setting=drawn_settings(),
+        hook=st.sampled_from(collisions.HOOKS),
+        nth=st.integers(1, 2),
+        form=st.sampled_from(["sharded", "incremental", "full"]),
+        pipeline=st.sampled_from(["base", "fused_sparse_dist"]),
+    )
+    @example(setting=Setting(), hook="on_validation_start", nth=2, form="sharded", pipeline="base")
+    @example(setting=Setting(), hook="on_validation_batch_end", nth=3, form="full", pipeline="fused_sparse_dist")
+    def holds(setting: Setting, hook: str, nth: int, form: str, pipeline: str) -> None:
+        with TemporaryDirectory() as folder:
+            found = ranks.run(collisions.resume_from_hook, setting, folder, hook, nth, form, pipeline)
+        assert found == [[]] * ranks.world_size
+
+    holds()
+
+
+@pytest.mark.parametrize(("hook", "form"), in_turn(collisions.MID_STEP, ["sharded", "incremental", "full"]))
+def test_a_save_in_the_middle_of_a_step_is_refused(two_ranks: Ranks, hook: str, form: str, tmp_path: Path) -> None:
+    for said, is_there in two_ranks.run(collisions.refused_in_step, Setting(), str(tmp_path), hook, form):
+        assert "cannot be saved in the middle of a step" in said
+        assert "on_train_batch_end" in said
+        assert not is_there
 
 
 def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:

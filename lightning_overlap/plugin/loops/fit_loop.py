@@ -313,7 +313,7 @@ class _EpochLoopMixin(EpochLoop):
             # With a time interval each rank decides by its own clock, and a rank that validates alone waits forever.
             decision = self.trainer.strategy.broadcast(decision)
         if decision:
-            self._resume.validations = self.val_loop.batch_progress.total.state_dict()
+            self._resume.begin_validation()
         if (found := preemption.of(self.trainer)) is not None:
             found.validates = decision
         return decision

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from ...checkpoint import Generators
 from ...compat.lightning import (
     callback_metrics,
     epoch_results,
@@ -17,6 +18,7 @@ from ...compat.lightning import (
     restore_epoch_results,
     set_restarting,
 )
+from ...tables import hands_out_rows
 
 _PLACE = "lightning_overlap_place"  # entry of the fit loop's state
 METRICS = "lightning_overlap_metrics"  # the same, of one rank
@@ -45,6 +47,7 @@ class Resume:
     enters_epoch: bool = False  # whether the fit continues inside an epoch, and has not entered it
     owes_plateau: bool = False  # whether ReduceLROnPlateau has a step left of the epoch that is over
     has_metrics: bool = True  # whether the metrics are known that ReduceLROnPlateau would need
+    _generators: Generators | None = None  # before the current validation, if modules draw rows
     _place: Any = None
     _metrics: Any = None
 
@@ -72,23 +75,39 @@ class Resume:
         """Add the place and this rank's metrics to the fit loop's state; all ranks call this."""
         loop, epochs = self._fit_loop.epoch_loop, self._fit_loop.epoch_progress.current
         batches, validations = loop.batch_progress, loop.val_loop.batch_progress.total
-        rest = Rest.VALIDATION
-        if batches.current.ready > batches.current.processed or batches.total.ready == self.num_over:
-            rest = Rest.NOTHING  # the next batch may have begun
-        elif batches.total.ready == self.num_validated:
-            rest = Rest.UPDATE
+        rest = self._rest_now
         is_between_epochs = epochs.completed < epochs.processed == epochs.started
         state[_PLACE] = {
             "rest": str(rest),
             "plateau": is_between_epochs and loop.epoch_is_over and batches.total.ready != self.num_plateau,
-            "validations": self.validations
-            if rest is Rest.VALIDATION and self.trainer.validating
-            else validations.state_dict(),
+            "validations": self.validations if self._repeats_validation else validations.state_dict(),
         }
         state[METRICS] = {
             "callback": callback_metrics(self.trainer),
             "epoch": epoch_results(loop) if epochs.processed < epochs.started else [],
         }
+
+    @property
+    def _rest_now(self) -> Rest:
+        """What is left to do of the last trained batch now."""
+        batches = self._fit_loop.epoch_loop.batch_progress
+        if batches.current.ready > batches.current.processed or batches.total.ready == self.num_over:
+            return Rest.NOTHING  # the next batch may have begun
+        return Rest.UPDATE if batches.total.ready == self.num_validated else Rest.VALIDATION
+
+    @property
+    def _repeats_validation(self) -> bool:
+        """Whether a fit that resumes from a checkpoint of this moment begins a validation anew that has begun."""
+        return self._rest_now is Rest.VALIDATION and bool(self.trainer.validating)
+
+    def begin_validation(self) -> None:
+        """Note what a validation changes that follows: called before it takes its first batch."""
+        self.validations = self._fit_loop.epoch_loop.val_loop.batch_progress.total.state_dict()
+        self._generators = Generators.now() if hands_out_rows(self.trainer.lightning_module) else None
+
+    def generators_before_validation(self) -> Generators | None:
+        """Return the states of generators before the validation under way, if it would begin anew and modules draw."""
+        return self._generators if self._repeats_validation else None
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
