@@ -261,7 +261,8 @@ class SavesShards(HasRun):
         fit, trainer = self._fit, self._running_trainer
         if fit is None or trainer is None:
             return None
-        return fit.mid_step.generators or trainer.fit_loop.resume.generators_before_validation()
+        fit_loop: Any = trainer.fit_loop
+        return fit.mid_step.generators or fit_loop.resume.generators_before_validation()
 
     def _place_of_save(self, filepath: Any, storage_options: Any, saved_format: str) -> Place | None:
         """Return the place of a new checkpoint; None if Lightning's plugin alone knows it."""
