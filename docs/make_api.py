@@ -51,8 +51,9 @@ MODULES: dict[str, tuple[str, list[Name]]] = {
             Name(
                 "ExponentialMovingAverage",
                 "callbacks/moving_average.py",
-                ("num_samples", "averaged", "averaged_state_dict", "bring_up_to_date"),
+                ("num_samples", "averaged", "trained_weights", "averaged_state_dict", "bring_up_to_date"),
             ),
+            Name("AVERAGES", "checkpoint/parts.py"),
             Name("Balance", "balance/options.py", ()),
             Name("EmbeddingDeltas", "deltas/recording/callback.py", ()),
             Name("Replica", "deltas/serving/replica.py"),

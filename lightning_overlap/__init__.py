@@ -17,6 +17,7 @@ try:
     from .callbacks import ExponentialMovingAverage as ExponentialMovingAverage
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .callbacks import OverlapTimeline as OverlapTimeline
+    from .checkpoint import AVERAGES as AVERAGES
     from .checkpoint import open_checkpoint as open_checkpoint
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
     from .tables import combined_optimizer as combined_optimizer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "AVERAGES",
     "MODES",
     "STREAMS",
     "Balance",

@@ -1,10 +1,6 @@
 """Averages of a model's weights: of the dense part at every sample, of fused tables row by row; swapped in place."""
 
-import signal
-import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +14,8 @@ from ..tables import (
     caching_tbes,
     hands_out_rows,
     kernel_shards,
+    ledger_of,
+    next_version,
     sharded_modules,
     table_names,
     weights_in_backward,
@@ -31,27 +29,10 @@ VISITED_WHOLE = 2  # samples after a write by hand that visit all rows: code tha
 AskedTables: TypeAlias = bool | Collection[str]
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put a Ctrl-C off to the end of this context, in which weights are neither trained ones nor averages."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    heard: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *what: heard.append(what))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if heard:
-        before(*heard[0])
-
-
 class Averages:
     """The averages of one sharded module: `pieces` by name in its `state_dict`, sharded as the weights are.
 
-    While they are swapped in, the module has the averages, and `pieces` have the trained weights.
+    While the module has the averages, which its `Ledger` knows and decides, `pieces` have the trained weights.
 
     Raises:
         ValueError: A named table does not exist, or the rows of an asked table cannot be averaged: those of managed
@@ -60,7 +41,8 @@ class Averages:
 
     def __init__(self, module: nn.Module, *, decay: float, tables: AskedTables, use_buffers: bool) -> None:
         self.num_samples = 0
-        self.is_swapped = False
+        self.version = next_version()
+        self._ledger = ledger_of(module)
         self._decay, self._move = decay, get_ema_multi_avg_fn(decay)
         asked, dense = _names(module, tables, use_buffers=use_buffers)
         managed = {name: one for name, one in sharded_modules(module).items() if hands_out_rows(one)}
@@ -139,13 +121,14 @@ class Averages:
     def _before_update(
         self, number: int, indices: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None
     ) -> None:
-        if self.is_swapped:
-            raise RuntimeError(
-                "a backward would train averaged weights: ExponentialMovingAverage.averaged() is active. Train outside "
-                "of it."
-            )
+        self._ledger.check_trained("a backward would train averages")
         with torch.no_grad():
             self._rows[number][1].before_update(indices, offsets, batch_sizes)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the module has these averages now, and `pieces` its trained weights."""
+        return self._ledger.inside is self
 
     @property
     def _num_writes(self) -> int:
@@ -163,6 +146,7 @@ class Averages:
         Returns True only if such a write may have hidden older values of rows that were not up to date.
         """
         assert not self.is_swapped, "averages are sampled while they are swapped in"
+        self.version = next_version()
         if not self.num_samples:
             for weight, average in self._pairs:
                 average.copy_(weight)
@@ -189,6 +173,7 @@ class Averages:
 
     def begin(self, num_samples: int, num_whole: int = 0) -> None:
         """Take `pieces` as the averages after `num_samples` samples; the next `num_whole` samples visit all rows."""
+        self.version = next_version()
         self.num_samples = self._whole_at = num_samples
         self.num_whole = num_whole
         for _, rows in self._rows:
@@ -203,11 +188,11 @@ class Averages:
         self._whole_at = self.num_samples
 
     @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the module's weights and the averages, in place; the second time brings every bit back."""
+    def exchange(self) -> None:
+        """Exchange the module's weights and the averages, in place; the `Ledger` alone calls this."""
         if not self.is_swapped:
             self.bring_all()
-        with uninterrupted(), torch.inference_mode(False):
+        with torch.inference_mode(False):
             for number, (weight, average) in enumerate(self._pairs):
                 if weight.dtype != average.dtype:
                     kept = self._kept.pop(number, None)
@@ -219,7 +204,6 @@ class Averages:
                     self._exchange(weight, average)
                 for rows in chunks(weight) if weight.dim() else ():
                     self._exchange(weight[rows], average[rows])
-            self.is_swapped = not self.is_swapped
 
     def _exchange(self, weight: Tensor, average: Tensor) -> None:
         before = weight.clone()

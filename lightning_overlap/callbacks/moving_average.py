@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ..checkpoint import AVERAGES, Piece, gather
 from ..plugin import OverlapEmbeddingStrategy
+from ..tables import Ledger, Request, ledger_of
 from ..text import some
 from .averages import AskedTables, Averages
 
@@ -73,8 +74,7 @@ class ExponentialMovingAverage(Callback):
         self._strategy: OverlapEmbeddingStrategy | None = None
         self._module: weakref.ref[LightningModule] | None = None  # of the averages
         self._averages: Averages | None = None
-        self._is_open = False  # whether the user is within `averaged()`
-        self._is_evaluating = False  # whether an evaluation has swapped the averages in
+        self._evaluation: Request | None = None  # for the averages, of the evaluation that goes on
         self._last = -1  # index of the last sampled optimizer step, from 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class ExponentialMovingAverage(Callback):
     def _forget(self, module: LightningModule) -> None:
         self._end_watch()
         self._module, self._averages, self._last = weakref.ref(module), None, -1
-        self._is_open = self._is_evaluating = False
+        self._evaluation = None
 
     def _made(self) -> Averages:
         """Return the averages; made here the first time, of the sharded module."""
@@ -143,15 +143,8 @@ class ExponentialMovingAverage(Callback):
         self._last = step
         assert self._strategy is not None
         averages = self._made()
-        if self._tables:
-            # A sample has the updates of its own step in every mode. Which step defers its update depends on where a
-            # fit begins, so otherwise a resumed fit would take other samples.
-            self._strategy.update_tables()
-        if averages.num_samples and not averages.visits_all:
-            is_late = averages.sample()
-        else:
-            with self._strategy.between_lookups():
-                is_late = averages.sample()
+        with self._strategy.trained_weights():
+            is_late = self._sample(averages)
         if is_late and not self._warned:
             self._warned = True
             warnings.warn(
@@ -160,6 +153,18 @@ class ExponentialMovingAverage(Callback):
                 "ExponentialMovingAverage.bring_up_to_date() before you write tables.",
                 stacklevel=2,
             )
+
+    def _sample(self, averages: Averages) -> bool:
+        """Take a sample; return whether a write by hand may have hidden older values of rows."""
+        assert self._strategy is not None
+        if self._tables:
+            # A sample has the updates of its own step in every mode. Which step defers its update depends on where a
+            # fit begins, so otherwise a resumed fit would take other samples.
+            self._strategy.update_tables()
+        if averages.num_samples and not averages.visits_all:
+            return averages.sample()
+        with self._strategy.between_lookups():
+            return averages.sample()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -187,55 +192,56 @@ class ExponentialMovingAverage(Callback):
         if self._averages is not None:
             self._averages.unwatch()
 
-    def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.num_samples and not self._is_open:
-            self._is_evaluating = True
-            self._swap(True)
+    def begin_evaluation(self) -> None:
+        """Let the module have its averages, before any hook of an evaluation; the strategy calls this on all ranks."""
+        self.end_evaluation()
+        if self.num_samples:
+            self._evaluation = self._ledger.ask(self._made())
 
-    def _end_evaluation(self, *_: Any, **__: Any) -> None:
-        if self._is_evaluating:
-            self._is_evaluating = False
-            self._swap(False)
-
-    on_validation_start = on_test_start = on_predict_start = _begin_evaluation
-    on_validation_end = on_test_end = on_predict_end = _end_evaluation
-
-    def _swap(self, averages_in: bool) -> None:
-        """Let the module have its averages, or its trained weights; do nothing if it has, as after a Ctrl-C."""
-        assert self._strategy is not None
-        if self._made().is_swapped != averages_in:
-            with self._strategy.between_lookups():
-                self._made().swap()
+    def end_evaluation(self) -> None:
+        """End what `begin_evaluation` has asked for: before `on_validation_end` and the like, and after an error."""
+        request, self._evaluation = self._evaluation, None
+        if request is not None:
+            self._ledger.end(request)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end_evaluation()
+        self.end_evaluation()
         self._end_watch()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end_evaluation()
+        self.end_evaluation()
         self._end_watch()
+
+    @property
+    def _ledger(self) -> Ledger:
+        module = None if self._module is None else self._module()
+        assert module is not None, "no fit and no evaluation has begun"
+        return ledger_of(module)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within this context the module has the averages; all ranks enter it alike, during a fit or after it.
+        """Within this context the module has the averages; all ranks enter it alike, in any hook or after a fit.
 
-        `trainer.save_checkpoint(path)` within it saves the averages as the module's weights, for serving. Do not train
-        within it. Before the first sample the module keeps its weights.
+        Lookups, reads and copies of the module get the averages. `trainer.save_checkpoint(path)` saves them as the
+        module's weights, for serving: a whole checkpoint of the strategy's format without `AVERAGES`, on which no
+        increment stands, and which `ckpt_path="last"` does not find. Training within it is an error. Before the first
+        sample the module keeps its weights.
         """
-        if self._is_open or self._is_evaluating or not self.num_samples:
+        if not self.num_samples:
             yield
             return
         assert self._strategy is not None
         self._strategy.update_tables()  # deferred updates belong to the trained weights
-        self._is_open = True
-        try:
-            self._swap(True)
+        with self._ledger.holding(self._made(), by_user=True):
             yield
-        finally:
-            self._is_open = False
-            self._swap(False)
+
+    @contextmanager
+    def trained_weights(self) -> Iterator[None]:
+        """Within this context the module has its trained weights, also in an evaluation and within `averaged()`."""
+        with self._ledger.holding(None, by_user=True):
+            yield
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """Return the module's `state_dict` with the averages in place of weights, on rank 0; all ranks call this.
@@ -250,21 +256,9 @@ class ExponentialMovingAverage(Callback):
             whole = gather(module.state_dict(), self._strategy.checkpoint_group)
             return {name: value.detach().clone() for name, value in whole}
 
-    @contextmanager
-    def trained_weights(self) -> Iterator[None]:
-        """Within this context the module has its trained weights, also during an evaluation; for a save."""
-        if not self._is_evaluating:
-            yield
-            return
-        try:
-            self._swap(False)
-            yield
-        finally:
-            self._swap(True)
-
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._is_open:  # of the averages as weights
+        if self._strategy is not None and self._strategy.saves_averages:
             return
         self.bring_up_to_date()
         state: dict[str, Any] = {"num_samples": self.num_samples, "last_step": self._last}

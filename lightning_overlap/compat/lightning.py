@@ -341,6 +341,9 @@ class _Evaluates:
     def after_step(self) -> None:
         """Called after each batch, when its hooks have run."""
 
+    def before_end_hooks(self) -> None:
+        """Called when all that is left are the hooks `on_validation_end`, `on_test_end` or `on_predict_end`."""
+
 
 class EvaluationLoop(_Evaluates, _EvaluationLoop):
     """Lightning's loop of a validation or a test."""
@@ -374,9 +377,6 @@ class EvaluationLoop(_Evaluates, _EvaluationLoop):
     def loaders_epoch(self, epoch: float) -> None:
         self._last_val_dl_reload_epoch = epoch
 
-    def before_end_hooks(self) -> None:
-        """Called when all that is left are the hooks `on_validation_end` or `on_test_end`."""
-
     @override
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         self.before_end_hooks()
@@ -408,6 +408,11 @@ class PredictionLoop(_Evaluates, _PredictionLoop):
         finally:
             self._return_predictions = returned
         self.after_step()
+
+    @override
+    def _on_predict_end(self) -> None:
+        self.before_end_hooks()
+        super()._on_predict_end()
 
 
 def set_restarting(loop: Loop, restarting: bool) -> None:

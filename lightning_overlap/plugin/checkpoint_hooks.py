@@ -184,12 +184,13 @@ class SavesShards(HasRun):
         return self._format_of_saves
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, saved_format: str, storage_options: Any) -> None:
-        module, resumable = self._module, "optimizer_states" in checkpoint
+        module, serves = self._module, self.saves_averages
+        resumable = "optimizer_states" in checkpoint and not serves
         place = self._place_of_save(filepath, storage_options, saved_format)
         # Outside of training nothing would wait for a thread, nor raise its error.
         in_fit = self._running_trainer is not None and self._fits
         self._is_in_thread = self.async_checkpoint and in_fit and not self._saves_at_once and saved_format != FULL
-        # Without optimizers a checkpoint has other state than the increments.
+        # Without optimizers, or with averages as weights, a checkpoint has other state than the increments.
         increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
         follows = increments is not None and place is not None and increments.can_follow(place)
         # Rank 0 alone writes the state that is not sharded, so it gets the loader states and metrics of all ranks. They
@@ -234,7 +235,8 @@ class SavesShards(HasRun):
                 generators=generators,
             )
         # From here on "last" finds this checkpoint as soon as it is complete.
-        self._newest = place  # complete before `on_commit` calls anything
+        if not serves:
+            self._newest = place  # complete before `on_commit` calls anything
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, place) if self.is_global_zero else []:
             if is_last:
                 self._on_commit(place, bridge.discard)
@@ -309,6 +311,8 @@ class SavesShards(HasRun):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._is_sharded:
+            self._ledger.check_trained("a checkpoint would be loaded into averages")
         self.settle_save()
         self._folder_saver.wait()
         checkpoint_path = self.broadcast(checkpoint_path)

@@ -135,10 +135,6 @@ class FailsTogether(SavesShards):
             tear_down(trainer)
         return first
 
-    @property
-    def _interrupted(self) -> bool:
-        return self._run is not None and self._run.trainer.interrupted
-
 
 def _name_unused_parameters(exception: BaseException, model: Any, strategy: str) -> None:
     """Reword DistributedDataParallel's error about parameters without a gradient: Lightning would name DDPStrategy."""

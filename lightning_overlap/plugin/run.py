@@ -1,7 +1,7 @@
 """State that the base classes of the strategy share: the current run, and the objects that outlive it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from ..distributed import Consensus, Lowest, SharedCalls, groups
 from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker
 from ..schedules import StreamName
 from ..sparse import SparsePipeline
-from ..tables import KeptPlan, plan_of, sharded_modules
+from ..tables import KeptPlan, Ledger, OtherWeights, ledger_of, plan_of, sharded_modules
 from ..tuning import Tuner
 from .learning_rates import LearningRates
 from .mid_step import MidStep
@@ -102,7 +102,7 @@ class Run:
 
 
 class WeightAverages(Protocol):
-    """What keeps averages of a module's weights: the strategy loads them, and saves the weights without them."""
+    """What keeps averages of a module's weights: the strategy loads them, and evaluates them."""
 
     def memory(self) -> Mapping[str, Piece]:
         """Return the memory of averages by the weights' names in `state_dict`, to load into; all ranks call this."""
@@ -110,8 +110,11 @@ class WeightAverages(Protocol):
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take the averages of a checkpoint whose weights are in the module; all ranks call this."""
 
-    def trained_weights(self) -> AbstractContextManager[Any]:
-        """Return a context within which the module has its trained weights, if an evaluation has swapped them out."""
+    def begin_evaluation(self) -> None:
+        """Let the module have the averages, before the hooks of an evaluation; all ranks call this."""
+
+    def end_evaluation(self) -> None:
+        """Let the module have its trained weights again, before the hooks at the evaluation's end."""
 
 
 class HasRun(Strategy):
@@ -244,19 +247,48 @@ class HasRun(Strategy):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within this context tables and kernels' iteration counts have the state after the last trained batch."""
+        """Within this context tables and kernels' iteration counts have the state after the last trained batch.
+
+        The module has its trained weights, or the averages if the user has asked for them: see `saves_averages`.
+        """
         if self._fit is not None:
             self._fit.disturbs("save")
-        trained = nullcontext() if self.averages is None else self.averages.trained_weights()
+        saved = self._ledger.holding(self._saved_weights)
         if (walker := self._walker) is None:
-            with trained:
+            with saved:
                 yield
             return
         walker.updates.make_all()
-        with trained, walker.without_lookups_ahead():
+        with saved, walker.without_lookups_ahead():
             walker.wait_for_lookups()
             walker.writes.poll_next()
             yield
+
+    @property
+    def _ledger(self) -> Ledger:
+        return ledger_of(self._module)
+
+    @property
+    def _saved_weights(self) -> OtherWeights | None:
+        """What a save takes as the module's weights now, None for the trained ones: what the user has asked for.
+
+        While callbacks handle an error, a save is for a resume: it takes the trained weights.
+        """
+        return None if self._interrupted else self._ledger.asked
+
+    @property
+    def saves_averages(self) -> bool:
+        """Whether a save would now have averages in the place of the module's weights; the same on all ranks."""
+        return self._saved_weights is not None
+
+    def trained_weights(self) -> AbstractContextManager[None]:
+        """Return a context within which the module has its trained weights; all ranks enter it alike."""
+        return self._ledger.holding(None)
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether callbacks handle an error of the run."""
+        return self._run is not None and self._run.trainer.interrupted
 
     @contextmanager
     def between_lookups(self) -> Iterator[None]:

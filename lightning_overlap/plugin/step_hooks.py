@@ -117,6 +117,7 @@ class WalksSteps(HasRun):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._ledger.check_trained("a backward would train averages")
         super().pre_backward(closure_loss)
         if self._fit is not None:
             self._fit.mid_step.end_forward()
@@ -148,6 +149,7 @@ class WalksSteps(HasRun):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        self._ledger.check_trained("an optimizer's step would train averages")
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._automatic:
             self._after(Stage.OPTIMIZER_STEP)

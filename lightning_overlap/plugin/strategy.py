@@ -253,6 +253,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self.join_groups()
         self.compare_reads()
         self._run = Run(trainer)
+        tables.ledger_of(self._module).exchange_beside(self)
         samples = None if self._groups is None else self._groups.samples
         if self.balance is not None and samples is not None:
             self._run.balancer = Balancer(self.balance, samples, first_words.warn)
@@ -270,6 +271,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
 
     def _begin_fit(self, run: Run, streams: Streams, sends_embeddings: bool) -> None:
         module, schedule, is_first = self._module, self.schedule, self.global_rank == 0
+        self._ledger.check_trained("a fit would train averages")
         self.check_checkpoint_paths(run.trainer)
         unsupported.refuse_clipping(run.trainer, module, run.undo)
         if is_first:
@@ -461,6 +463,13 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             run.pipelines[method] = self._make_pipeline(self.schedule.evaluation, method)
         run.evaluation = Evaluation(run.pipelines[method])
         run.evaluation.sparse.attach()
+        if self.averages is not None:
+            self.averages.begin_evaluation()
+
+    def before_end_hooks(self) -> None:
+        """Note that all that is left of an evaluation are its hooks `on_validation_end` and the like."""
+        if self.averages is not None:
+            self.averages.end_evaluation()
 
     def end_evaluation(self) -> None:
         """Complete the work that was started for batches that are not evaluated, on all ranks alike."""

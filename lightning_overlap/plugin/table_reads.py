@@ -109,8 +109,14 @@ class ReadsTables(FailsTogether):
         return self._chunks(found, name, num_rows, rank)
 
     def _chunks(self, found: FoundTable, name: str, num_rows: int, rank: int | None) -> Iterator[tuple[int, Tensor]]:
-        reader, first_row, place = None, 0, self._num_stages_done
+        reader, first_row, place, weights = None, 0, self._num_stages_done, self._ledger.version
         while reader is None or first_row < reader.num_rows:
+            if weights != self._ledger.version:
+                raise RuntimeError(
+                    f"the module has other weights than at the last chunk of table {name!r}, averages or trained ones: "
+                    "its rows would be of both. Enter and leave ExponentialMovingAverage.averaged() around the whole "
+                    "iteration."
+                )
             if place != self._num_stages_done:
                 raise RuntimeError(
                     f"training has gone on since the last chunk of table {name!r}: its rows would be of several steps. "

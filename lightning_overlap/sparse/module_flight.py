@@ -27,6 +27,7 @@ from ..compat.torchrec import (
 from ..runtime import NOTHING, Made
 from ..schedules import Stage, WeightOwner
 from ..tables import (
+    TRAINED,
     SentInput,
     by_config,
     caching_tbes,
@@ -36,6 +37,7 @@ from ..tables import (
     spec_of,
     tables_of,
     tbes,
+    version_in,
     without_graph,
 )
 from .deferred_update import DeferredUpdate
@@ -96,6 +98,7 @@ class ModuleFlight:
     sent: Any = None  # the `SentInput` of its ids, once they were sent
     outside: str | None = None  # the error about an id that is no row, for which row 0 was looked up
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)  # `tables.num_writes` at the lookup
+    weights: int = TRAINED  # `tables.version_in` at the lookup: which weights the module had
     rates: list[float] | None = None  # learning rates of its kernels at the lookup, if `SparseOptions.holds_rates`
     autocast: tuple[bool, torch.dtype] | None = None  # `autocast_of` at the lookup
     narrow: bool = False  # whether its ids and lengths are sent as 32-bit integers
@@ -204,6 +207,7 @@ class ModuleFlight:
             self.dist_input = None
             self.advance(Progress.LOOKED_UP)
         self.num_writes[owner] = num_writes(self.module, owner)
+        self.weights = version_in(self.module)
         self.autocast = autocast_of(self.module, self.kjt)
         if not options.trains:
             self._take_back()

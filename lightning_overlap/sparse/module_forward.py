@@ -15,6 +15,7 @@ from ..compat.torch import current_backward, saving_is_hooked
 from ..runtime import NOTHING, Made, Path
 from ..schedules import Stage
 from ..tables import (
+    TRAINED,
     IdRanges,
     SentInput,
     check_torchrec,
@@ -26,6 +27,7 @@ from ..tables import (
     renew_counts,
     takes_weights,
     tbes,
+    version_in,
     why_never_early,
     without_backward,
 )
@@ -99,6 +101,12 @@ class ModuleForward:
         in_backward = current_backward() != -1
         flight = step.awaiting_backward if in_backward else step.current
         self._refuse_trained_weights(given)
+        in_training_step = self._pipeline.options.trains and flight is not None
+        if in_training_step and version_in(self.module) != TRAINED and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.name!r} was called with gradients while ExponentialMovingAverage.averaged() is active: a "
+                "backward would mix averages and trained weights. Look averages up under torch.no_grad()."
+            )
         self._pipeline.gradients.note_call(self.name)
         if self.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
             raise ValueError(no_samples(self._call_of(flight)))
@@ -115,7 +123,7 @@ class ModuleForward:
                 self._pipeline.padding.note(self, given)
         is_noted = in_backward  # whether the ranks have compared this call
         module_flight = flight.modules.get(self.name)
-        if module_flight is not None and not module_flight.served:
+        if module_flight is not None and not module_flight.served and not self._has_other_weights(module_flight):
             if module_flight.votes and not is_noted:
                 self._note_call(flight)  # before the ranks vote
                 is_noted = True
@@ -136,6 +144,16 @@ class ModuleForward:
         return self._own(given, (args, kwargs), look_up, flight, in_backward=in_backward, checks=sends_ids)
 
     # Early embeddings.
+
+    def _has_other_weights(self, module_flight: ModuleFlight) -> bool:
+        """Whether the module has averages now and the early lookup had trained weights, or the other way round.
+
+        The same on all ranks. The early embeddings then stay for another call in the step.
+        """
+        now = version_in(self.module)
+        if module_flight.has_early_lookup:
+            return now != module_flight.weights
+        return now != TRAINED and self._pipeline.options.trains
 
     def _early(self, module_flight: ModuleFlight) -> EarlyEmbeddings:
         """Return the embeddings of an early lookup, at the first call in a step."""

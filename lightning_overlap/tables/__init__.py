@@ -5,6 +5,7 @@ from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .frozen import frozen_parts, frozen_sent_parts, parts_trained_here
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids, take_row_0_for_ids_outside
 from .kernel_checks import refuse_reset_rows
+from .ledger import TRAINED, Ledger, OtherWeights, Request, ledger_of, next_version, version_in
 from .names import by_config, table_by_name, takes_weights, without_graph
 from .optimizer_checks import (
     FusedOptimizer,

@@ -209,7 +209,7 @@ class Evaluations(Batches):
 
 
 class KeepsAverages(Callback):
-    """Keeps what the averages are right before each validation; goes before the averaging callback."""
+    """Keeps averages and trained weights as each validation begins."""
 
     def __init__(self) -> None:
         self.before: list[tuple[Parts, Parts]] = []  # averages, weights
@@ -218,12 +218,13 @@ class KeepsAverages(Callback):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         average = next(one for one in trainer.callbacks if isinstance(one, ExponentialMovingAverage))
         average.bring_up_to_date()
-        state = parts_of(module.state_dict())
-        self.before.append((state | parts_of(average.memory()) if average.num_samples else state, state))
+        with average.trained_weights():
+            state = parts_of(module.state_dict())
+            self.before.append((state | parts_of(average.memory()) if average.num_samples else state, state))
 
 
 class KeepsWeights(Callback):
-    """Goes behind the averaging callback."""
+    """Keeps the weights after each validation, which are the trained ones wherever this stands among the callbacks."""
 
     def __init__(self, kept: KeepsAverages) -> None:
         self.kept = kept

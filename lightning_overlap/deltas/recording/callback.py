@@ -278,7 +278,8 @@ class EmbeddingDeltas(Callback):
         return self._touched.num_writes != self._writes
 
     def _make_cut(self, after: tuple[int, int]) -> Cut:
-        return Cut(self._header(after), self._touched.copy(), self._dense)
+        with self._strategy.trained_weights():
+            return Cut(self._header(after), self._touched.copy(), self._dense)
 
     def _write_cut(self, after: tuple[int, int]) -> None:
         self._writer.write_now(self._step, self._make_cut(after).files())
@@ -289,7 +290,8 @@ class EmbeddingDeltas(Callback):
         self._touched.begin_base()
         self._dense.forget()
         self._writes = self._touched.num_writes
-        self._writer.write_now(self._step, base_files(self._header(None), self._touched.fields, self._dense))
+        with self._strategy.trained_weights():
+            self._writer.write_now(self._step, base_files(self._header(None), self._touched.fields, self._dense))
         if after_all:
             self._outstanding.clear()
             self._is_void = False
@@ -415,6 +417,8 @@ class EmbeddingDeltas(Callback):
             rows = merged_rows([rows for rows, _, _ in of_ranks])
             whole = {name for _, names, _ in of_ranks for name in names}
             acknowledged = None if any(changed for _, _, changed in of_ranks) else acknowledged
+        if acknowledged is not None and self._strategy.saves_averages:
+            acknowledged = None  # a fit that resumes from averages has other rows than all replicas
         return {
             "run": self.run,
             "generation": self.generation,

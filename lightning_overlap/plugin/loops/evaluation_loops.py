@@ -44,6 +44,9 @@ class _LookaheadMixin:
             self.fetcher.take_part = self._take_part
         super().on_run_start()  # type: ignore[misc]
 
+    def before_end_hooks(self) -> None:
+        self.trainer.strategy.before_end_hooks()
+
     def on_run_end(self) -> Any:
         outputs = super().on_run_end()  # type: ignore[misc]
         self.trainer.strategy.end_evaluation()
@@ -102,6 +105,7 @@ class _EvaluationLoopMixin(_LookaheadMixin, EvaluationLoop):
             fit_loop.loader_epochs.make(self, make, is_early=fit_loop.begins)
 
     def before_end_hooks(self) -> None:
+        super().before_end_hooks()
         resume = getattr(self.trainer.fit_loop, "resume", None)
         if resume is not None:
             resume.validation_ends()
