@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,9 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
                 shutil.copytree(unfinished, twin, copy_function=os.link)
             else:
                 os.link(unfinished, twin)
-        except OSError:  # no hard links there
-            remove(twin)
-        else:
             atomic_replace(twin, also)
+        except OSError:  # no hard links there, or somebody else has put a folder of that name there
+            remove(twin)
     if _is_real_folder(unfinished):
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
@@ -100,7 +99,8 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
     else:  # as on NFS; `resolve_path` finds the old one between the renames
         _keep_others(being_replaced(path), path)  # of an interrupted save
         discard(being_replaced(path))
-        path.rename(being_replaced(path))
+        with suppress(FileNotFoundError):  # somebody has just renamed or removed it
+            path.rename(being_replaced(path))
         unfinished.rename(path)
     _keep_others(being_replaced(path), path)
     _sync(path.parent)
@@ -131,7 +131,8 @@ def discard(path: Path) -> None:
     if _is_real_folder(path):
         removed = sibling(path, "removed")
         remove(removed)
-        path = path.rename(removed)
+        with suppress(FileNotFoundError):  # somebody else has just renamed or removed it
+            path = path.rename(removed)
     remove(path)
 
 

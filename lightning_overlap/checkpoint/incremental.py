@@ -14,8 +14,9 @@ the marker lists the files of earlier saves: those of `base/`, and those of rows
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -26,7 +27,7 @@ from typing_extensions import TypedDict
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
-from .atomic import disk_errors
+from .atomic import check_replaceable, disk_errors
 from .checksums import Checksums, HashingFiles, SavedFile, read_checksums
 from .not_checkpoints import (
     BASE_FOLDER,
@@ -84,11 +85,24 @@ class Newest(NamedTuple):
         """Whether it is its own base."""
         return self.base_save == self.checksums.save
 
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Open its folder on a disk, which may be renamed from then on; a GoneError if it is not as it was saved."""
+        assert isinstance(self.place, LocalPlace)
+        with opened(self.place.path) as folder:
+            if _identity_in(folder) != self.identity:
+                raise GoneError(str(self.place))
+            yield folder
+
     def is_there(self) -> bool:
         """Return whether its place still has it, as it was saved; not if the disk or store fails."""
         with suppress(OSError, DamagedError):
             return bool(_identity(self.place) == self.identity)
         return False
+
+
+class GoneError(OSError):
+    """A checkpoint that a save was to stand on is not there, or not as it was saved."""
 
 
 class _Merged(NamedTuple):
@@ -99,12 +113,19 @@ class _Merged(NamedTuple):
     base_save: str  # the base of the rows
     rows: frozenset[str]  # names of the files of rows
 
+    @property
+    def where(self) -> tuple[CheckpointPlace, Any]:
+        """Its place, and what that has to be."""
+        return self.checksums.place, self.identity
+
 
 class Increments:
     """The incremental checkpoints of one fit: which rows changed since the newest, and what the next may stand on.
 
-    A save is whole if there is none before it, if the newest is gone or failed, or if tables were written other than by
-    their backward since. If the rows since the last whole one have more than `most` times its bytes, both are merged
+    A save is whole if there is none before it, if the newest is gone (a warning) or failed, or if tables were written
+    other than by their backward since. Users remove, rename and copy checkpoints at any time: the folders of a disk are
+    linked where they are checked, and the files of a store are checked again before a marker lists them.
+    If the rows since the last whole one have more than `most` times its bytes, both are merged
     to the base of a later increment. All ranks make the same calls. Raises a ValueError for managed collision modules
     other than `MCHManagedCollisionModule`.
     """
@@ -161,7 +182,10 @@ class Increments:
             increment.settle(is_whole)
 
     def can_follow(self, place: CheckpointPlace) -> bool:
-        """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed."""
+        """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed.
+
+        If so, and on a disk, the unfinished save already has links to all other rows.
+        """
         if not self._is_saved or self._touched.num_writes != self._num_writes:
             return False
         if not (self._group is None or self._group.rank() == 0):
@@ -198,16 +222,38 @@ class Increments:
         if newest is None or not (self._can_link or place.is_store):
             return False
         try:
+            if newest.identity is None:
+                raise GoneError(str(newest.place))
             if isinstance(place, LocalPlace) and isinstance(newest.place, LocalPlace):
                 there = next(folder for folder in place.path.parents if folder.exists())
-                is_near = there.stat().st_dev == newest.identity[0]
-            else:  # a marker lists files beside it
-                is_near = newest.place.beside(place.name) == place
+                if there.stat().st_dev != newest.identity[0]:
+                    return False
+                check_replaceable(place.path)  # a whole save raises the error on all ranks
+                _link(newest, place)
+                return True
+            if newest.place.beside(place.name) != place:  # a marker lists files beside it
+                return False
             merged = newest.merged
-            has_base = merged is None or _identity(merged.checksums.place) == merged.identity
-            return bool(is_near and has_base and newest.is_there())
-        except (OSError, DamagedError):
+            for one, identity in [(newest.place, newest.identity)] + ([] if merged is None else [merged.where]):
+                if _identity(one) != identity:
+                    raise GoneError(str(one))
+            return True
+        except FileExistsError:
             return False
+        except (OSError, DamagedError):
+            self.lose("this checkpoint is whole")
+            return False
+
+    def lose(self, then: str) -> None:
+        """Note on rank 0 that the newest checkpoint is not what a save can stand on any more; say what follows."""
+        if self._newest is not None:
+            warnings.warn(
+                f"{self._newest.place}, on which the next increment was to stand, is gone or not as it was saved: "
+                f"{then}. Rename or remove other checkpoints than the newest one, or copy it.",
+                stacklevel=2,
+            )
+        self._forget_merged()
+        self._newest = None
 
     def _is_of_rows(self, part: str, name: str) -> bool:
         if part == MODEL:
@@ -230,20 +276,20 @@ class Increments:
                 "checkpoint will be whole."
             )
 
-    def saved(self, checksums: Checksums, increment: "Increment | None") -> None:
-        """Note on rank 0 a complete checkpoint: the next increment stands on it."""
+    def saved(self, checksums: Checksums, identity: Any, increment: "Increment | None") -> None:
+        """Note on rank 0 a complete checkpoint, with what `commit` has returned: the next increment stands on it."""
         place = checksums.place
         if increment is None:
             self._forget_merged()
             num_bytes = sum(file.size for file in checksums.files.values())
-            self._newest = Newest(place, _identity(place), checksums, {}, checksums.save, num_bytes)
+            self._newest = Newest(place, identity, checksums, {}, checksums.save, num_bytes)
         else:
             before = increment.newest
             assert before is not None
             if before.merged is not None:
                 self._used.append(before.merged.checksums.place)
             self._newest = before._replace(
-                place=place, identity=_identity(place), checksums=checksums, rows=increment.rows, merged=None
+                place=place, identity=identity, checksums=checksums, rows=increment.rows, merged=None
             )
 
     def due(self, place: CheckpointPlace) -> "Newest | None":
@@ -336,31 +382,17 @@ class Increment:
                 "and the next backward. Write tables before the save, or use async_checkpoint=False"
             )
 
-    def link(self, place: CheckpointPlace) -> Checksums | None:
-        """Give base and rows of the newest checkpoint a name in a new one, on a disk.
-
-        In an object store, which has no links, return what the new marker has to list of the base.
-        """
+    def list_base(self, place: CheckpointPlace) -> Checksums | None:
+        """Return what a new marker in an object store has to list of the base; None on a disk, which has links."""
         newest = self.newest
         assert newest is not None
-        merged = newest.merged
-        if not isinstance(place, LocalPlace) or not isinstance(newest.place, LocalPlace):
-            known = newest.checksums.seen_from(place)
-            self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
-            if merged is not None:
-                return merged.checksums.seen_from(place)
-            return known if newest.is_whole else known.base
-        folder, unfinished = newest.place.path, place.unfinished
-        base = folder if newest.is_whole else folder / BASE_FOLDER
-        if merged is not None:
-            assert isinstance(merged.checksums.place, LocalPlace)
-            base = merged.checksums.place.path
-        skipped = {METADATA_NAME} if newest.is_whole else set()
-        (unfinished / BASE_FOLDER).mkdir()
-        link_files(base, unfinished / BASE_FOLDER, skipped)
-        for name in self.rows:
-            os.link(folder / name, unfinished / name)
-        return None
+        if not place.is_store:
+            return None
+        known = newest.checksums.seen_from(place)
+        self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
+        if newest.merged is not None:
+            return newest.merged.checksums.seen_from(place)
+        return known if newest.is_whole else known.base
 
     def write(self, files: HashingFiles, folder: str, rank: int) -> dict[str, list[Place]]:
         """Write this rank's rows, in any thread; return what the file has by its name, or nothing without rows."""
@@ -402,20 +434,76 @@ class Increment:
         return json.dumps({name: one.places for name, one in self.rows.items()}).encode()
 
 
-def link_files(folder: Path, into: Path, skipped: Collection[str] = ()) -> None:
-    """Make hard links to a checkpoint's own files in a folder, not to what users have put there."""
-    for entry in folder.iterdir():
-        if is_own_file(entry.name) and entry.name not in skipped:
-            os.link(entry, into / entry.name)
+@contextmanager
+def opened(folder: Path | str, within: int | None = None) -> Iterator[int]:
+    """Open a folder, perhaps one within an open folder: whatever it is renamed to, its files are reached through it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def link_files(folder: int, into: Path, skipped: Collection[str] = ()) -> None:
+    """Make hard links to a checkpoint's own files in an open folder, not to what users have put there."""
+    for name in os.listdir(folder):
+        if is_own_file(name) and name not in skipped:
+            os.link(name, into / name, src_dir_fd=folder)
+
+
+def _link(newest: Newest, place: LocalPlace) -> None:
+    """Begin a save on a disk with links to base and rows of the newest checkpoint; an OSError if that is gone."""
+    place.begin("")
+    into = place.unfinished / BASE_FOLDER
+    into.mkdir()
+    with newest.opened() as folder:
+        for name in newest.rows:
+            os.link(name, place.unfinished / name, src_dir_fd=folder)
+        if newest.merged is not None:
+            merged, identity = newest.merged.where
+            assert isinstance(merged, LocalPlace)
+            with opened(merged.path) as base:
+                if _identity_in(base) != identity:
+                    raise GoneError(str(merged))
+                link_files(base, into)
+        elif newest.is_whole:
+            link_files(folder, into, {METADATA_NAME})
+        else:
+            with opened(BASE_FOLDER, folder) as base:
+                link_files(base, into)
+    # Somebody may be removing it, file by file: then a list of its files is no list of what it was.
+    linked = read_checksums(LocalPlace(into))
+    if linked is None or linked.save != newest.base_save or linked.files.keys() - {METADATA_NAME, *os.listdir(into)}:
+        raise GoneError(str(newest.place))
 
 
 def _identity(place: CheckpointPlace) -> Any:
     """Return what changes when a checkpoint is saved again or removed; an OSError if it is gone."""
     if isinstance(place, LocalPlace):
-        found = (place.path / CHECKSUMS_NAME).stat()
-        return found.st_dev, found.st_ino, found.st_mtime_ns  # file systems use the number of a removed file again
+        with opened(place.path) as folder:
+            return _identity_in(folder)
     checksums = read_checksums(place)
-    return None if checksums is None else checksums.save
+    if checksums is None:
+        raise GoneError(str(place))
+    return checksums.save
+
+
+def commit(place: CheckpointPlace, checksums: Checksums, also: CheckpointPlace | None) -> Any:
+    """Commit a save, and return its identity, None if somebody has removed it at once."""
+    if not isinstance(place, LocalPlace):
+        place.commit(checksums, also)
+        return checksums.save
+    with opened(place.unfinished) as folder:
+        place.commit(checksums, also)
+        with suppress(FileNotFoundError):
+            return _identity_in(folder)  # somebody may have renamed it by now
+    return None
+
+
+def _identity_in(folder: int) -> Any:
+    """Return the identity of a checkpoint in an open folder on a disk."""
+    found = os.stat(CHECKSUMS_NAME, dir_fd=folder)
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # file systems use the number of a removed file again
 
 
 def is_incremental(place: CheckpointPlace) -> bool:

@@ -205,6 +205,10 @@ class LocalPlace:
         """Return the symbolic links to the checkpoint."""
         return [LocalPlace(path) for path in atomic.links_to(self.path, stems)]
 
+    def check_replaceable(self) -> None:
+        """Raise a FileExistsError if this is somebody else's folder."""
+        atomic.check_replaceable(self.path)
+
     def discard(self) -> None:
         """Remove file, folder or link, and leftovers."""
         atomic.discard_with_leftovers(self.path)

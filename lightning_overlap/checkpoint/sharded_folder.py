@@ -32,7 +32,19 @@ from ..text import check_known, without_secrets
 from .atomic import being_replaced, check_replaceable, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
-from .incremental import ROWS_NAME, Increment, Increments, RowsFile, base_of, is_incremental, link_files, put_rows
+from .incremental import (
+    ROWS_NAME,
+    GoneError,
+    Increment,
+    Increments,
+    RowsFile,
+    base_of,
+    commit,
+    is_incremental,
+    link_files,
+    opened,
+    put_rows,
+)
 from .managed_collision_state import Generators, collision_state, pieces_for
 from .merged_rows import MergedRows
 from .model_state import (
@@ -166,7 +178,7 @@ class FolderSaver:
         self._group, self._group_of_merges = group, merges
         # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []  # a save, and then the actions of `on_commit`
+        self._under_way: list[Future[bool | None]] = []  # a save, and then the actions of `on_commit`
         self._merger: ThreadPoolExecutor | None = None
         self._merge: Callable[[threading.Event], None] | None = None  # to be begun
         self._stop_merging = threading.Event()
@@ -198,10 +210,9 @@ class FolderSaver:
         increment = increments.take(state) if increments and follows else None
         name, snapshot, rest = uuid.uuid4().hex, Snapshot(), None
         if is_rank_zero(self._group):
-            checkpoint = {**checkpoint, _SAVE: name}
-            if increment is not None:
-                checkpoint[_BASE] = increment.base_save
-            rest = snapshot.saver_of(checkpoint) if asynchronous else partial(saved, checkpoint)
+            whole = {**checkpoint, _SAVE: name}
+            content = whole if increment is None else {**whole, _BASE: increment.base_save}
+            rest = snapshot.saver_of(content) if asynchronous else partial(saved, content)
         if increments is not None and increment is None:
             increments.begin_whole(model)
         if asynchronous:
@@ -216,12 +227,19 @@ class FolderSaver:
         if not asynchronous:
             if increments is not None:
                 increments.settle()
-            write()
+            if not write() and increments is not None and increment is not None:
+                # What it was to stand on is gone, and the tables still are what is to be saved.
+                self._merge = None
+                for part, key, piece in increment.pieces:
+                    state.setdefault(part, {})[key] = piece
+                increments.begin_whole(model)
+                rest = None if rest is None else partial(saved, whole)
+                _write(place, also, self._group, name, rest, snapshot, increments, None, state)
             return
         # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
         self._under_way = [self._submit(write)]
 
-    def _submit(self, action: Callable[[], None]) -> Future[None]:
+    def _submit(self, action: Callable[[], bool]) -> Future[bool | None]:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         return self._executor.submit(action)
 
@@ -236,7 +254,7 @@ class FolderSaver:
 
             def merge_after_save() -> None:
                 futures.wait(before)  # and for what comes after it, such as removals
-                if not before or not before[0].exception():
+                if not before or _is_complete(before[0]):
                     merge(stop)
 
             self._merger = self._merger or ThreadPoolExecutor(1, thread_name_prefix="merge")
@@ -253,7 +271,7 @@ class FolderSaver:
             action()
             return
         save = self._under_way[0]
-        self._under_way.append(self._executor.submit(lambda: None if save.exception() else action()))
+        self._under_way.append(self._executor.submit(lambda: action() if _is_complete(save) else None))
 
     def at_rest(self, action: Callable[[], None]) -> None:
         """Call a function once the save and the merge under way have ended or failed; at once if there is none."""
@@ -286,6 +304,11 @@ class FolderSaver:
         """Wait until increments are merged, if they are being merged."""
         merging, self._merging = self._merging, []
         futures.wait(merging)
+
+
+def _is_complete(save: Future[bool | None]) -> bool:
+    """Whether a save, which has ended, has made a checkpoint."""
+    return save.exception() is None and save.result() is True
 
 
 def is_rank_zero(group: Group) -> bool:
@@ -324,18 +347,22 @@ def _write(
     increments: Increments | None,
     increment: Increment | None,
     state: State,
-) -> None:
+) -> bool:
+    """Write a checkpoint; return whether it is complete: it is not if an increment's base is gone from a store."""
     base: Checksums | None = None  # of an increment in a store
+    is_gone = False  # on rank 0
 
     def begin() -> None:
         nonlocal base
-        place.begin(name)
+        if increment is None or place.is_store:  # on a disk an increment has begun with links to its base
+            place.begin(name)
         if increment is not None:
-            base = increment.link(place)
+            base = increment.list_base(place)
         elif increments is not None:
             or_warn(partial(_discard_merged, place.merged))  # of a run that was killed
 
     def finish() -> None:
+        nonlocal is_gone
         where = place.where(name)
         files = {key: value for of_rank, _ in written for key, value in of_rank.items()}
         assert rest is not None
@@ -351,9 +378,15 @@ def _write(
         if increments is not None and increment is None:
             increments.try_links(place)
         checksums = Checksums(place, name, files, base)
-        place.commit(checksums, also)
-        if increments is not None:
-            increments.saved(checksums, increment)
+        if increments is None:
+            place.commit(checksums, also)
+            return
+        if increment is not None and isinstance(place, StorePlace) and place.lacks_files_of_others(checksums):
+            is_gone = True
+            or_warn(partial(place.drop, name))
+            increments.lose(f"{place} was not saved with it, and the next checkpoint is whole")
+            return
+        increments.saved(checksums, commit(place, checksums, also), increment)
 
     if increment is not None:
         # Until the next backward the training thread would often wait for the interpreter that this one has.
@@ -368,8 +401,11 @@ def _write(
         rows = {} if write_rows is None else together(write_rows, group)
         written = gather_on_rank_zero((files.written, rows), group)
         on_rank_zero(finish, group)
+        if increment is not None and place.is_store and gather_objects(is_gone, group)[0]:
+            return False
     if increments is not None:
         increments.end_save()
+    return True
 
 
 def _merge(
@@ -394,10 +430,15 @@ def _merge(
         if isinstance(place, LocalPlace) and isinstance(target, LocalPlace):  # files in a store stay
             linked = target.unfinished / _SOURCE
             (linked / BASE_FOLDER).mkdir(parents=True)
-            link_files(place.path, linked)
-            link_files(place.path / BASE_FOLDER, linked / BASE_FOLDER)
-            if not is_there():  # then these may be links to files of two checkpoints
-                raise StoppedError
+            assert due is not None
+            try:
+                with due.opened() as folder, opened(BASE_FOLDER, folder) as base:
+                    link_files(folder, linked)
+                    link_files(base, linked / BASE_FOLDER)
+            except FileNotFoundError as err:
+                raise StoppedError from err
+            except GoneError as err:
+                raise StoppedError from err
 
     def is_there() -> bool:
         return due is not None and due.is_there()

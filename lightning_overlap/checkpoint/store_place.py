@@ -212,6 +212,20 @@ class StorePlace:
             self._remove_files([self._path])
         self._remove_unused(before)
 
+    def lacks_files_of_others(self, checksums: Checksums) -> bool:
+        """Return whether files of other saves are gone that a marker is to list; somebody may have removed them."""
+        listed: dict[str, set[str]] = {}  # names by folder
+        for part in (checksums, checksums.base):
+            for name, file in {} if part is None else part.files.items():
+                if file.where.startswith("../"):
+                    listed.setdefault(file.where, set()).add(name)
+        return any(not names <= set(self._names(self._file("", where))) for where, names in listed.items())
+
+    def drop(self, save: str) -> None:
+        """Remove the files of a save that gets no marker; what the present marker lists stays."""
+        with self._errors("remove files of"), suppress(FileNotFoundError):
+            self._remove_folder(f"{self._path}/{save}")
+
     def _put_marker(self, checksums: Checksums) -> None:
         self._put(f"{self._path}/{CHECKSUMS_NAME}", checksums.encode())
         self._tell_of_changes()

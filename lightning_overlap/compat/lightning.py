@@ -54,7 +54,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "_LoggerConnector": ("_callback_metrics", "_first_loop_iter"),
     "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy", "_wrapping_function"),
-    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
+    "_PredictionLoop": (
+        *(*_OF_BOTH, "_on_predict_end", "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
+    ),
     "_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),

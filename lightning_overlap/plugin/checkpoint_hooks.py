@@ -274,8 +274,11 @@ class SavesShards(HasRun):
         return checkpoints.place_at(filepath) if plain else None
 
     def _on_commit(self, place: Place, action: Callable[[], None]) -> None:
-        """Call a function on this rank when the save under way is complete; if a store fails then, training goes on."""
-        self._folder_saver.on_commit(partial(checkpoints.or_warn, action) if place.is_store else action)
+        """Call a function on this rank when the save under way is complete; if that fails then, training goes on.
+
+        Users may have renamed, removed or replaced by then what the function acts on.
+        """
+        self._folder_saver.on_commit(partial(checkpoints.or_warn, action))
 
     def _first_last(self, place: Place) -> Place | None:
         """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet."""
@@ -429,6 +432,8 @@ def _remove(place: Place, newest: Place | None, stems: set[str]) -> None:
     if newest is not None and newest != place:
         for link in place.links_to(stems):
             link.lead(newest)
+    if isinstance(place, LocalPlace):
+        place.check_replaceable()  # users may have put a folder of theirs there
     place.discard()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..checkpoint import Place, place_at
+from ..checkpoint import Place, or_warn, place_at
 from ..compat.lightning import replace_link
 
 OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
@@ -45,7 +45,8 @@ def keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
 def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
     place, link = place_at(os.path.abspath(filepath)), place_at(os.path.abspath(linkpath))
     if trainer.is_global_zero and place != link:
-        on_commit(partial(link.lead, place))
+        # By then users may have renamed what it leads to, or have put something else in its place.
+        on_commit(partial(or_warn, partial(link.lead, place)))
         for bridge, _ in bridges(trainer, link):
-            on_commit(bridge.discard)
+            on_commit(partial(or_warn, bridge.discard))
     trainer.strategy.barrier()

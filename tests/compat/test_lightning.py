@@ -325,6 +325,28 @@ def test_the_end_of_a_validation(undo: ExitStack) -> None:
     assert seen == ["epoch end", 1.5, "end"]
 
 
+@meanings.of("_PredictionLoop._on_predict_end")
+def test_the_end_of_predictions(undo: ExitStack) -> None:
+    """All that is left are the hooks of their end, callbacks' first."""
+    seen: list[str] = []
+
+    class Ends(lightning.PredictionLoop):
+        def before_end_hooks(self) -> None:
+            seen.append("before")
+
+    class Looks(Callback):
+        def on_predict_epoch_end(self, *_: Any) -> None:
+            seen.append("epoch end")
+
+        def on_predict_end(self, *_: Any) -> None:
+            seen.append("end")
+
+    trainer = make_trainer(callbacks=[Looks()])
+    stand_in(trainer, "predict_loop", Ends, undo)
+    trainer.predict(Model())
+    assert seen == ["epoch end", "before", "end"]
+
+
 @meanings.of("Trainer._logger_connector", "_LoggerConnector._callback_metrics", "_LoggerConnector._first_loop_iter")
 @pytest.mark.parametrize("changed", [False, True])
 def test_metrics_of_an_epoch_in_two_runs(undo: ExitStack, changed: bool) -> None:

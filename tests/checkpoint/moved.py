@@ -1,0 +1,181 @@
+"""Functions that ranks run: a fit whose checkpoints somebody renames, removes and replaces at any time."""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_overlap.checkpoint import DamagedError, LocalPlace, incremental, place_at, read_folder, sharded_folder
+
+from ..support.cases import ROWWISE_ADAGRAD, Batches, Model
+from ..support.fits import make_strategy, make_trainer
+from .object_store import Objects, store_in
+from .stores import RUN
+
+CASE = ROWWISE_ADAGRAD
+DONE = ("rename", "remove", "replace", "back", "remove_a_file")
+WHEN = ("before", "linking", "in_thread", "committed", "merging")
+
+
+@dataclass(frozen=True)
+class Draw:
+    done: str
+    when: str
+    is_async: bool
+    most: float = 100.0
+
+    @property
+    def victim(self) -> str:
+        return "6.ckpt" if self.when == "committed" else "4.ckpt"
+
+
+@dataclass
+class Found:
+    tables: dict[str, dict[str, Tensor]]  # by checkpoint
+    warned: list[str]
+    there: list[str] = field(default_factory=list)  # of checkpoints in a store: those that are whole
+    wrong: list[str] = field(default_factory=list)  # those that do not have the tables of their step
+
+
+def harm(path: Path, done: str) -> None:
+    """Do what a user may do to a checkpoint; once."""
+    if not path.exists():
+        return
+    kept = path.with_name("kept.ckpt")
+    if done in ("rename", "back"):
+        path.rename(kept)
+    if done == "back":
+        kept.rename(path)
+    if done == "remove":
+        shutil.rmtree(path)
+    if done == "replace":
+        path.rename(kept)
+        shutil.copytree(path.with_name("0.ckpt"), path)
+    if done == "remove_a_file":
+        next(path.rglob("*.distcp")).unlink()
+
+
+class Moves(Callback):
+    """Saves after each second step, and harms the checkpoint of step 4, or that of 6, while the latter is saved."""
+
+    def __init__(self, draw: Draw, folder: str) -> None:
+        self.draw, self.folder = draw, Path(folder)
+        self.tables: dict[str, dict[str, Tensor]] = {}
+        self.is_due = False
+
+    def do(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            harm(self.folder / self.draw.victim, self.draw.done)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step % 2 or step > 10:
+            return
+        self.tables[f"{step}.ckpt"] = {spec.name: trainer.strategy.table(spec.name).clone() for spec in CASE.tables}
+        self.is_due = step == 6 and trainer.is_global_zero
+        if self.draw.when == "before":
+            self.do()
+        trainer.save_checkpoint(self.folder / f"{step}.ckpt")
+        if step == 2 and trainer.is_global_zero:
+            trainer.strategy.finish_save()
+            shutil.copytree(self.folder / "2.ckpt", self.folder / "0.ckpt")
+
+
+def beside_calls(module: Any, name: str, do: Callable[[], None], *, after: bool = False) -> Callable[[], None]:
+    """Let `do` run right before each call of a function, or after it; return what undoes it."""
+    own = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            do()
+        found = own(*args, **kwargs)
+        if after:
+            do()
+        return found
+
+    setattr(module, name, call)
+    return lambda: setattr(module, name, own)
+
+
+def fit(draw: Draw, folder: str) -> Found:
+    moves, model = Moves(draw, folder), Model(CASE)
+    undo = {
+        "before": lambda: lambda: None,
+        "linking": lambda: beside_calls(incremental, "link_files", moves.do),
+        "in_thread": lambda: beside_calls(sharded_folder, "_writer_of", moves.do),
+        "committed": lambda: beside_calls(LocalPlace, "commit", moves.do, after=True),
+        "merging": lambda: beside_calls(sharded_folder, "opened", moves.do),
+    }[draw.when]()
+    options = {"checkpoint_format": "incremental", "async_checkpoint": draw.is_async, "most_increments": draw.most}
+    trainer = make_trainer(make_strategy(model, **options), callbacks=[moves])
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        try:
+            trainer.fit(model, datamodule=Batches(CASE, 12))
+        finally:
+            undo()
+    return Found(moves.tables, [str(one.message) for one in caught if "increment" in str(one.message)])
+
+
+def fit_all(draws: list[Draw], folder: str) -> list[Found]:
+    found = []
+    for number, draw in enumerate(draws):
+        torch.manual_seed(0)
+        (inside := Path(folder) / str(number)).mkdir(exist_ok=True)
+        found.append(fit(draw, str(inside)))
+    return found
+
+
+class RemovesFromStore(Moves):
+    """Does the same in an object store: removes a checkpoint, or the one that has the base of all."""
+
+    def do(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            Objects().rm(f"{RUN}/{self.draw.done}.ckpt", recursive=True)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step % 2 or step > 10:
+            return
+        self.tables[f"{step}.ckpt"] = {spec.name: trainer.strategy.table(spec.name).clone() for spec in CASE.tables}
+        self.is_due = step == 6 and trainer.is_global_zero
+        if self.draw.when == "before":
+            self.do()
+        trainer.save_checkpoint(f"{RUN}/{step}.ckpt")
+
+
+def fit_in_store(draw: Draw, folder: str) -> Found:
+    """Fit, saving to a store; `draw.done` is the checkpoint that is removed."""
+    with store_in(folder):
+        removes, model = RemovesFromStore(draw, folder), Model(CASE)
+        undo = beside_calls(sharded_folder, "_writer_of", removes.do if draw.when == "in_thread" else lambda: None)
+        options = {"checkpoint_format": "incremental", "async_checkpoint": draw.is_async, "most_increments": 100.0}
+        trainer = make_trainer(make_strategy(model, **options), callbacks=[removes])
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            try:
+                trainer.fit(model, datamodule=Batches(CASE, 12))
+            finally:
+                undo()
+        found = Found(removes.tables, [str(one.message) for one in caught if "increment" in str(one.message)])
+        trainer.strategy.barrier()
+        for name, tables in found.tables.items():
+            place = place_at(f"{RUN}/{name}")
+            if not place.exists():
+                continue
+            found.there.append(name)
+            try:
+                state = read_folder(place, weights_only=True)["state_dict"]
+            except DamagedError:
+                found.wrong.append(name)
+                continue
+            mine = {key.split(".")[-2]: value for key, value in state.items()}
+            if not all(torch.equal(mine[table], value) for table, value in tables.items()):
+                found.wrong.append(name)
+        return found
