@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..checkpoint import AVERAGES, Piece, gather
+from ..compat.torch import never_compile_methods
 from ..plugin import OverlapEmbeddingStrategy
 from ..tables import Ledger, Request, ledger_of
 from ..text import some
@@ -20,6 +21,7 @@ STATE = "lightning_overlap_averaging"
 """Entry of a checkpoint: number of samples, step of the last one, names of what is averaged."""
 
 
+@never_compile_methods
 class ExponentialMovingAverage(Callback):
     """Averages the dense part and, if asked, tables over training; validation, test and predict use the averages.
 

@@ -1,14 +1,17 @@
 """PyTorch's private names."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
@@ -35,11 +38,13 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_current_autograd_node", "_current_graph_task_id", "_len_torch_dispatch_stack"),
         "_len_torch_function_stack",
     ),
+    "torch._C._functorch": ("peek_interpreter_stack",),
+    "torch._functorch.pyfunctorch": ("temporarily_clear_interpreter_stack",),
     "torch._C._autograd": ("_profiler_enabled", "_top_saved_tensors_default_hooks"),
     "torch._dynamo": ("OptimizedModule",),
     "torch.nn.Module": (
-        *("_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks"),
-        "_modules",
+        *("_backward_hooks", "_backward_pre_hooks", "_call_impl", "_compiled_call_impl", "_forward_hooks"),
+        *("_forward_pre_hooks", "_modules"),
     ),
     "torch.nn.Parameter": ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"),
     "torch.distributed.optim.apply_optimizer_in_backward": (
@@ -95,6 +100,50 @@ def in_forward_ad() -> bool:
 
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor, or another one of the same memory, was written in place; no inference tensor."""
+
+
+# -- compiled code ---------------------------------------------------------------------------------------------------
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+
+
+def never_compiled(call: _Callable) -> _Callable:
+    """Return a function that `torch.compile` calls and never looks into, nor into what it calls.
+
+    What is first used inside of a trace is traced: collectives, hooks and leaves that were made there would be parts of
+    the user's graph. Code compiled with `fullgraph=True` gets Dynamo's error with this reason.
+    """
+    found: _Callable = torch.compiler.disable(call, reason=_NEVER_COMPILED)  # type: ignore[no-untyped-call]
+    return found
+
+
+def never_compile_methods(cls: type) -> type:
+    """Apply `never_compiled` to the methods and properties that a class defines; Dynamo never traces generators."""
+    for name, found in list(vars(cls).items()):
+        if name.startswith("__"):
+            continue
+        if inspect.isfunction(found) and not inspect.isgeneratorfunction(found):
+            setattr(cls, name, never_compiled(found))
+        elif isinstance(found, property) and found.fget is not None:
+            setattr(cls, name, found.getter(never_compiled(found.fget)))
+    return cls
+
+
+_NEVER_COMPILED = (
+    "lightning_overlap sends and receives embeddings outside of compiled code. Compile with fullgraph=False, or read "
+    "the tensors of the collection's output (by values() or to_dict()) before the compiled code."
+)
+
+
+def in_function_transform() -> bool:
+    """Whether a transformation of functions runs (`torch.func.grad`, `vmap`, ...), which takes tensors for its own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_function_transforms() -> AbstractContextManager[Any]:
+    """Within this context no transformation of functions runs: tensors that are made belong to none."""
+    context: AbstractContextManager[Any] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return context
 
 
 # -- operators, and who watches them ---------------------------------------------------------------------------------
@@ -159,6 +208,22 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's calls run compiled code, by `torch.compile(module)` or `module.compile()`."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def replace_calls(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let calls of a module run `call`, unless it is compiled. Calls that Dynamo traces still run its own forward."""
+    vars(module).setdefault("_compiled_call_impl", call)
+
+
+def restore_calls(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Undo `replace_calls`."""
+    if vars(module).get("_compiled_call_impl") is call:
+        del vars(module)["_compiled_call_impl"]
+
+
+def call_with_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module's present forward with its hooks, which a call from `replace_calls` has left out."""
+    return module._call_impl(*args, **kwargs)
 
 
 # -- optimizers in the backward (`apply_optimizer_in_backward`): what torch and TorchRec keep at a parameter ----------

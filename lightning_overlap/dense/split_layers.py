@@ -15,14 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ..compat.torch import (
+    call_with_hooks,
     changes_output,
     current_backward,
     has_backward_hooks,
     has_comm_hook,
     in_forward_ad,
     is_compiled,
+    never_compiled,
     num_forward_hooks,
     num_writes,
+    replace_calls,
+    restore_calls,
 )
 from .graph import Uses, depend_on
 
@@ -36,13 +40,23 @@ class SplitLayer:
         self.name, self.module = name, module
         self.is_layer = type(module) in SPLIT_TYPES  # a chain is split only if its input needs no gradient
         self.weights = list(module.parameters())
-        self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a step
+        self.forward: Callable[..., Any] = module.forward  # replaces the module's own forward in a call within a step
+        self.call = never_compiled(self._call)  # runs that forward in the place of the module's own, with its hooks
         self.why_whole: str | None = None  # why its backward is not split; None if it is
         [_, *self._parts] = module.modules()  # of a chain
         self._places = [
             (part, key, weight) for part in module.modules() for key, weight in part.named_parameters(recurse=False)
         ]
         self.num_first_hooks = self.num_hooks()
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with the forward of a step in the place of its own, unless a callback has given it one."""
+        vars(self.module).setdefault("forward", self.forward)
+        try:
+            return call_with_hooks(self.module, *args, **kwargs)
+        finally:
+            if vars(self.module).get("forward") is self.forward:
+                del vars(self.module)["forward"]
 
     def has_own_weights(self) -> bool:
         """Whether its present weights depend on its own alone: functional_call() gives it others for a while."""
@@ -160,13 +174,12 @@ class SplitLayers:
         if self._uses is not None:
             self._uses.forget_calls()  # of a step without a backward
         for layer in self._split if splits else ():
-            vars(layer.module).setdefault("forward", layer.forward)  # a callback may have given it one
+            replace_calls(layer.module, layer.call)
 
     def end_forward(self) -> None:
         """End the forward: callbacks, evaluations and copies of modules find their own forwards."""
         for layer in self._split:
-            if vars(layer.module).get("forward") is layer.forward:
-                del vars(layer.module)["forward"]
+            restore_calls(layer.module, layer.call)
 
     def begin_backward(self, loss: Tensor) -> None:
         """Begin the backward whose weight gradients are computed later; `compute` ends it."""
@@ -234,8 +247,7 @@ class SplitLayers:
         if self._uses is not None and layer.is_layer and not torch.is_grad_enabled():
             self._uses.leave(layer, "it is called without gradients, as a reentrant checkpoint() does")
         if (
-            torch.compiler.is_compiling()
-            or self._inside
+            self._inside
             or not torch.is_grad_enabled()
             or in_forward_ad()
             or current_backward() != -1  # a checkpoint() repeats the forward

@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..balance import Balance, Balancer
 from ..checkpoint import INCREMENTAL, Increments, Piece
 from ..compat.lightning import Strategy
+from ..compat.torch import never_compile_methods
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, SharedCalls, groups
 from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker
@@ -117,8 +118,16 @@ class WeightAverages(Protocol):
         """Let the module have its trained weights again, before the hooks at the evaluation's end."""
 
 
+@never_compile_methods
 class HasRun(Strategy):
-    """Base of the strategy's other base classes: state that several of them need, and exchanges between ranks."""
+    """Base of the strategy's other base classes: state that several of them need, and exchanges between ranks.
+
+    A step that is compiled may call any method of a strategy, and by manual optimization does.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        never_compile_methods(cls)
 
     balance: Balance | None = None  # the strategy's option
     checkpoint_format: str | None = None  # the strategy's option

@@ -116,6 +116,11 @@ class WalksSteps(HasRun):
         walker.after(Stage.DENSE_FORWARD)
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # So that a compiled step (manual optimization) runs the whole backward outside of compiled code.
+        return super().backward(*args, **kwargs)
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._ledger.check_trained("a backward would train averages")
         super().pre_backward(closure_loss)
@@ -124,6 +129,8 @@ class WalksSteps(HasRun):
         if self._losses is not None:
             self._losses.compare(closure_loss)
         self._after(Stage.DENSE_FORWARD)
+        if self._fit is not None:
+            self._fit.sparse.gradients.begin_backward()
         if (walker := self._walker) is not None:
             walker.begin_backward(closure_loss, is_only=self._automatic)
         if self._losses is not None:

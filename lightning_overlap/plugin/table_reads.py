@@ -122,13 +122,18 @@ class ReadsTables(FailsTogether):
                     f"training has gone on since the last chunk of table {name!r}: its rows would be of several steps. "
                     "Iterate to the end in one hook."
                 )
-            options = f"num_rows={num_rows}, rank={rank}"
-            with self._reading_together(f"table_chunks({name!r}, {options}) at row {first_row}"):
-                reader = reader or TableReader(found.weight(), self.checkpoint_group, rank)
-                rows = reader.read(first_row, min(num_rows, reader.num_rows - first_row))
+            call = f"table_chunks({name!r}, num_rows={num_rows}, rank={rank}) at row {first_row}"
+            reader, rows = self._read_chunk(call, found, reader, first_row, num_rows, rank)
             if rows is not None:
                 yield first_row, rows
             first_row += num_rows
+
+    def _read_chunk(
+        self, call: str, found: FoundTable, reader: TableReader | None, first_row: int, num_rows: int, rank: int | None
+    ) -> tuple[TableReader, Tensor | None]:
+        with self._reading_together(call):
+            reader = reader or TableReader(found.weight(), self.checkpoint_group, rank)
+            return reader, reader.read(first_row, min(num_rows, reader.num_rows - first_row))
 
     def _find_table(self, name: str, rank: int | None) -> FoundTable:
         """Check the arguments of a read."""

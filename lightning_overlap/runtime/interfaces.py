@@ -51,6 +51,9 @@ class SparseStages(Protocol):
         All ranks call this if any lacks the batch. Raises a RuntimeError on all of them if it is the first one of all.
         """
 
+    def all_called(self) -> bool:
+        """Whether every rank has called all modules that may be looked up early in this step; all ranks call this."""
+
     def discover(self, current: Flight) -> None:
         """Learn from a forward which input feeds which module; all ranks call this after the same forward."""
 

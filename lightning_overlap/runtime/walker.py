@@ -208,6 +208,8 @@ class Walker:
         if stage is Stage.DENSE_FORWARD and self._in_forward:  # a backward within the step (manual optimization)
             current.end_phase()
         position = self.schedule.position(stage)
+        if stage is Stage.DENSE_FORWARD and self._in_forward and self._cursor <= position:
+            self._discover_in_step(current)
         if self._cursor > position:
             if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
                 self._end_backward(current)
@@ -431,6 +433,11 @@ class Walker:
             self._streams.order(StreamName.COMPUTE, then=row.stream)
         if WeightOwner.FUSED_BACKWARD in owners:
             self.updates.note_lookup(flight, defers=self.schedule.defers_update)
+
+    def _discover_in_step(self, current: Flight) -> None:
+        """Do so before the first backward of a manual step, which updates tables, if all modules were called."""
+        if self.schedule.has_sparse_stages and not self._sparse.ready and self._sparse.all_called():
+            self._discover(current)
 
     def _discover(self, current: Flight) -> None:
         """Learn from the current batch's forward which input feeds which module; run the postponed rows."""

@@ -51,6 +51,7 @@ class DeferredUpdate:
         self._gaps: list[_Gap] = []  # of the collectives, until the update is made
         self._backwards: dict[int, _Backward] = {}  # by autograd's id of the backward; not sent yet
         self._sent: _Backward | None = None  # its gradients are under way
+        self.got_gradient = False  # whether any backward has left gradients
 
     def __bool__(self) -> bool:
         """Whether a graph with gaps is still to be applied or dropped."""
@@ -111,6 +112,7 @@ class DeferredUpdate:
         """Take the gradient that a backward has left at `leaf`; with `sends` that of `graph` starts an all-to-all."""
         if leaf.grad is None:  # the loss does not depend on these embeddings
             return
+        self.got_gradient = True
         task = current_backward()
         if task not in self._backwards:
             self._set_present()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from ..compat.torch import in_function_transform, never_compiled, outside_function_transforms
 from ..compat.torchrec import LazyResult
 
 
@@ -17,17 +18,26 @@ class LazyEmbeddings(LazyResult):
         self._receive, self._mode = receive, _grad_mode()
 
     # Methods of an EmbeddingCollection's dict that TorchRec's awaitables lack.
+    @never_compiled
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    @never_compiled
     def __contains__(self, key: object) -> bool:
         return key in self.keys()
 
+    @never_compiled
     def __len__(self) -> int:
         return len(self.keys())
 
     @override
     def result(self) -> Any:
+        if in_function_transform():  # the lookup and its graph are none of its own
+            with outside_function_transforms():
+                return self._receive_in_mode()
+        return self._receive_in_mode()
+
+    def _receive_in_mode(self) -> Any:
         if _grad_mode() == self._mode:
             return self._receive()
         grad, inference = self._mode

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..schedules import WeightOwner
 from ..tables import answer_tensors, owners_of, spec_of, table_by_name, tables_in_backward, tables_of
 from ..text import some
+from .deferred_update import DeferredUpdate
 from .options import SparseOptions
 
 NUM_BACKWARDS = 8
@@ -25,6 +26,9 @@ class GradientWatch:
     module get hooks until the first gradient comes. Nothing is read from a device, and the ranks exchange nothing:
     where a gradient reaches a module on one rank it has to on all, or its all-to-all would wait. As for
     DistributedDataParallel, a gradient of zeros is one: bags share a tensor, and pass by table only for sequences.
+
+    The graph of an early lookup whose update is deferred has gaps between the answer and the tables. There a gradient
+    has to reach both ends in the same backward, once for each module; embeddings that a loss leaves out reach neither.
     """
 
     def __init__(self, all_modules: Mapping[str, Any], options: SparseOptions) -> None:
@@ -32,9 +36,13 @@ class GradientWatch:
         modules = all_modules if options.trains else {}
         trained = {name: _trained_tables(module) for name, module in modules.items()}
         self._waiting = {name: tables for name, tables in trained.items() if tables}  # module -> without a gradient yet
+        self._fused = {name: frozenset(tables) for name, tables in self._waiting.items()}
         self._tables = {name: table_by_name(modules[name]) for name in self._waiting}  # module -> embedding -> table
         self._called: dict[str, bool] = {}  # of those waiting, those called in a step: whether with gradients enabled
         self._num_left = NUM_BACKWARDS
+        # Of modules whose gaps no gradient has passed yet: updates whose answer has got a gradient in this backward.
+        self._unproven: dict[str, list[DeferredUpdate]] = {name: [] for name in self._waiting}
+        self._num_watched = dict.fromkeys(self._waiting, 0)  # answers of theirs with such gaps
 
     def note_call(self, name: str) -> None:
         """Note a call of a module in a step, in the caller's grad mode."""
@@ -49,6 +57,51 @@ class GradientWatch:
             for tensor in answer_tensors(part):
                 tensor.register_hook(partial(self._note_gradient, name, tables))
 
+    def watch_gaps(self, name: str, answer: Any, deferred: DeferredUpdate) -> None:
+        """Watch an answer whose graph has gaps, until a gradient has passed the gaps of the module."""
+        if name not in self._unproven:
+            return
+        self._num_watched[name] += 1
+        for tables, part in self._parts(name, answer):
+            if self._fused[name].intersection(tables):
+                for tensor in answer_tensors(part):
+                    tensor.register_hook(partial(self._note_at_gap, name, deferred))
+
+    def _note_at_gap(self, name: str, deferred: DeferredUpdate, gradient: Tensor | None) -> None:
+        if gradient is not None and name in self._unproven:
+            self._unproven[name].append(deferred)
+
+    def begin_backward(self) -> None:
+        """Begin the backward of a loss: gradients that the step has computed by itself do not count."""
+        for reached in self._unproven.values():
+            reached.clear()
+
+    def _check_gaps(self) -> None:
+        for name, reached in [(name, reached) for name, reached in self._unproven.items() if reached]:
+            if not all(deferred.got_gradient for deferred in reached):
+                raise RuntimeError(
+                    f"the backward of {self._options.method} has computed the gradient of the embeddings of {name!r}, "
+                    f"and none has reached its tables ({some(sorted(self._fused[name]))}): they would not be trained. "
+                    "What uses the embeddings first keeps no graph (a trace or a transformation of functions). Read "
+                    "their tensors before it (values(), to_dict()), or train with pipeline='fused_sparse_dist'."
+                )
+            del self._unproven[name]
+        for name in self._unproven:
+            if self._num_watched[name] == NUM_BACKWARDS and name not in self._waiting:
+                tables = some(sorted(self._fused[name]))
+                self._warn(
+                    name,
+                    f"no gradient reaches tables of {name!r} ({tables}) any more since they are looked up early: their "
+                    "embeddings do not reach the loss, or what uses them first keeps no graph. Unless you detach "
+                    "them, read their tensors before it (values(), to_dict()).",
+                )
+
+    def _warn(self, name: str, problem: str) -> None:
+        known = name, "no gradient"
+        if self._options.rank == 0 and known not in self._options.warned:
+            self._options.warned.add(known)
+            warnings.warn(f"{problem} (Seen in {NUM_BACKWARDS} backwards.)", stacklevel=2)
+
     def _parts(self, name: str, answer: Any) -> Iterator[tuple[Collection[str], Any]]:
         tables = self._tables[name]
         if isinstance(answer, tuple):  # of managed collision modules
@@ -57,7 +110,7 @@ class GradientWatch:
         elif isinstance(answer, dict) and answer.keys() <= tables.keys():
             yield from (((tables[key],), part) for key, part in answer.items())
         else:
-            yield tuple(self._waiting[name]), answer
+            yield self._fused[name], answer
 
     def _note_gradient(self, name: str, tables: Collection[str], gradient: Tensor | None) -> None:
         # Autograd calls the hooks of all parts of a split, with None for those that no gradient reaches.
@@ -67,15 +120,16 @@ class GradientWatch:
                 del self._waiting[name]
 
     def end_backward(self) -> None:
-        """Count a backward; after `NUM_BACKWARDS` warn of the tables that no gradient has reached."""
+        """Count a backward; after `NUM_BACKWARDS` warn of the tables that no gradient has reached.
+
+        Raises a RuntimeError if the gradient of a module's embeddings has not passed the gaps in their graph.
+        """
+        self._check_gaps()
         if self._num_left:
             self._num_left -= 1
-            if not self._num_left and self._options.rank == 0:
+            if not self._num_left:
                 for name, problem in self.without_gradient().items():
-                    known = name, "no gradient"
-                    if known not in self._options.warned:
-                        self._options.warned.add(known)
-                        warnings.warn(f"{problem} (Seen in {NUM_BACKWARDS} backwards.)", stacklevel=2)
+                    self._warn(name, problem)
 
     def without_gradient(self) -> Mapping[str, str]:
         """Return module -> what is wrong, for modules with tables that no gradient has reached yet."""

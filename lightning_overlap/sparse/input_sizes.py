@@ -180,7 +180,6 @@ def _in_words(labels: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(f"{part} of {str(dtype).removeprefix('torch.')}" for part, dtype in parts)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step calls it, and has no collective of objects
 def check_types(mine: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Raise a RuntimeError if an input has other types on another rank; `mine` has its `types_in`, by its name."""
     everyone: list[Mapping[str, str]] = gather_if_unequal(mine, group)

@@ -275,7 +275,7 @@ class ModuleFlight:
             with pipeline.streams.on_lookup(), own_graph() if pipeline.options.trains else NOTHING:
                 received = wait_for(self.embeddings)
             self.received = Made(received, pipeline.streams.lookup)
-            pipeline.answered(self.name, received, in_step=True)
+            pipeline.answered(self.name, received, in_step=True, deferred=self.deferred)
         with pipeline.telemetry.merge(self.batch if is_first else None):
             pipeline.streams.give_to_caller(self.received)
         # Tensors made in inference mode train nothing.

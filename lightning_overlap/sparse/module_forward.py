@@ -11,7 +11,7 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..compat.torch import current_backward, saving_is_hooked
+from ..compat.torch import current_backward, never_compiled, saving_is_hooked
 from ..runtime import NOTHING, Made, Path
 from ..schedules import Stage
 from ..tables import (
@@ -84,7 +84,7 @@ class ModuleForward:
         keys = kjt.keys()
         return keys == self.keys or (len(keys) == len(self.keys) and set(keys) == set(self.keys))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step would trace the whole pipeline
+    @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the embeddings."""
         watch_call = self._pipeline.watch_call

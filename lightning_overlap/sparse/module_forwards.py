@@ -76,6 +76,10 @@ class ModuleForwards(dict[str, ModuleForward]):
             elif not num_calls and forward.name in begun:
                 forward.run_unpipelined(NOT_FOR_ALL)
 
+    def all_called(self) -> bool:
+        """Whether the step that runs has called all modules that may be looked up early."""
+        return all(forward.calls for forward in self.values() if forward.unpipelined_reason is None)
+
     def find_inputs(self, inputs: list[tuple[Path, KeyedJaggedTensor]]) -> None:
         """Find the inputs of the modules' calls among those of the batch, by identity; all ranks agree."""
         by_id, by_path = {id(kjt): path for path, kjt in inputs}, dict(inputs)
@@ -92,7 +96,6 @@ class ModuleForwards(dict[str, ModuleForward]):
             elif isinstance(found, str):
                 forward.run_unpipelined(found)
             self._warn_of_untrained_sequences(forward)
-            forward.calls.clear()
 
     def _warn_of_untrained_sequences(self, forward: ModuleForward) -> None:
         """Warn of sequences with variable batch sizes: TorchRec 1.8 does not train their tables on a CPU."""

@@ -13,6 +13,7 @@ from ..schedules import StreamName
 from ..tables import caching_tbes, forget_prefetched, kernel_parameters, spec_of, takes_weights, tbes
 from .alike_calls import AlikeCalls
 from .backward_fill import BackwardFill
+from .deferred_update import DeferredUpdate
 from .discovery import Discovery
 from .flight import SparseFlight
 from .gradient_watch import GradientWatch
@@ -92,10 +93,15 @@ class SparsePipeline:
             hook.remove()
         self._hooks = []
 
-    def answered(self, name: str, answer: Any, *, in_step: bool) -> None:
-        """Register what has to see the gradients of a module's answer, which the caller is about to get."""
+    def answered(self, name: str, answer: Any, *, in_step: bool, deferred: DeferredUpdate | None = None) -> None:
+        """Register what has to see the gradients of a module's answer, which the caller is about to get.
+
+        `deferred`: the update that comes later than the backward, of an early lookup whose graph has gaps.
+        """
         self.step.order_backward(answer, in_step=in_step)
         self.gradients.watch(name, answer)
+        if deferred:
+            self.gradients.watch_gaps(name, answer, deferred)
         if self.options.guard is not None:
             self.options.guard.watch(answer)  # after `order_backward`, which holds the gradient that this one reads
 
@@ -139,6 +145,10 @@ class SparsePipeline:
         if index == 0 and not self.step.number:
             raise RuntimeError(without_batches(self.options.method))
         return SparseFlight(index, None, pipeline=self)
+
+    def all_called(self) -> bool:
+        """Whether every rank has called all modules that may be looked up early in this step; all ranks call this."""
+        return not self.options.any_rank(not self.forwards.all_called())
 
     def discover(self, current: Flight) -> None:
         """Learn from a forward which input feeds which module; all ranks call this after the same forward."""

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torch import never_compiled
 from ..compat.torchrec import parts_of, set_values, set_weights
 
 
@@ -17,6 +18,7 @@ class FreedTensor:
     def record_stream(self, stream: Any) -> None:
         """Do nothing: there is no memory to keep."""
 
+    @never_compiled
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             "the ids of this batch were sent to the ranks that look them up, and release_features=True has given their "
@@ -24,6 +26,7 @@ class FreedTensor:
             "lengths. To read its values or weights too, train with release_features=False."
         )
 
+    @never_compiled
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks any object for these, for example to copy it
             raise AttributeError(name)
@@ -32,6 +35,7 @@ class FreedTensor:
     __len__ = __iter__ = __getitem__ = __add__ = __mul__ = __array__ = _refuse
 
     @classmethod
+    @never_compiled
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         cls._refuse(None)  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..compat.fbgemm import no_features
+from ..compat.torch import never_compiled
 from ..compat.torchrec import kernels_in, lookups_of
 from ..tables import table_modules, takes_weights
 
@@ -28,6 +29,7 @@ class _LeaveOut:
     def __init__(self) -> None:
         self._none: Tensor | None = None  # made by the first lookup, on its stream, where all others run
 
+    @never_compiled
     def __call__(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # TorchRec passes everything by name.
         weights = kwargs.get("per_sample_weights")

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import ShardingType
 
+from ..compat.torch import never_compiled
 from ..compat.torchrec import kernels_in, lookups_of, output_dists_of
 from ..text import some
 from .supported_modules import holds_sequences, spec_of, tables_of
@@ -30,6 +31,7 @@ def refuse_other_batch_sizes(name: str, module: Any) -> list[RemovableHandle]:
     return [one.register_forward_hook(hook) for one in dists]
 
 
+@never_compiled
 def _watch_sizes(tables: str, output_dist: Any, args: tuple[Any, ...], awaitable: Any) -> None:
     context = args[1] if len(args) > 1 else None
     if context is None or context.variable_batch_per_feature:

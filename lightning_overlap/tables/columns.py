@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from typing_extensions import override
 
-from ..compat.torch import register_pytree_node
+from ..compat.torch import never_compile_methods, never_compiled, register_pytree_node
 
 
 class ColumnOrder:
@@ -57,6 +57,7 @@ class _MovedRuns(torch.autograd.Function):
         return _MovedRuns.apply(gradient, *ctx.order), None, None, None, None  # type: ignore[no-untyped-call]
 
 
+@never_compile_methods
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
     """A KeyedTensor, `(B, sum of dims)`, with another's columns in another order; only `values()` copies them."""
 
@@ -76,6 +77,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
                 self._in_order = self._put(values, self.key_dim())
         return self._in_order
 
+    @never_compiled
     def __getitem__(self, key: str) -> Tensor:
         return self._in_plan_order[key]  # type: ignore[no-any-return]
 
@@ -99,6 +101,6 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
 
 register_pytree_node(
     ConfigOrderKeyedTensor,
-    lambda columns: ([columns.values()], (columns.keys(), columns.length_per_key())),
-    lambda values, context: KeyedTensor(*context, *values),
+    never_compiled(lambda columns: ([columns.values()], (columns.keys(), columns.length_per_key()))),
+    never_compiled(lambda values, context: KeyedTensor(*context, *values)),
 )

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
+from ..compat.torch import never_compile_methods
 from ..distributed import warn_on_rank_zero
 from ..text import some
 from .sharded_module import SetRates
@@ -18,6 +19,7 @@ from .table import Rule
 _EXPECTED = ("momentum", "betas", "weight_decay")  # schedulers (cycled momentum) and monitors expect them in each group
 
 
+@never_compile_methods
 class DenseAndFused(Optimizer):
     """A dense optimizer, with additional parameter groups for the learning rates of fused tables.
 

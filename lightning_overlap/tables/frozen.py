@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..compat.torch import never_compiled
 from ..compat.torchrec import kernels_in, lookups_of
 from .sharded_module import read_once
 from .supported_modules import DATA_PARALLEL, TABLE_TYPES, keeps_rows_in_cache, sharding_types_of, tables_of
@@ -92,6 +93,7 @@ def _all_in(names: Collection[str], tables: Iterable[Any]) -> bool:
     return all(table.name in names for table in tables)
 
 
+@never_compiled
 def _leave_out(kernel: nn.Module, args: Any, kwargs: Mapping[str, Any], embeddings: Tensor) -> Tensor | None:
     weights = kwargs.get("per_sample_weights")  # TorchRec passes everything by name
     if weights is not None and weights.requires_grad:
@@ -101,6 +103,7 @@ def _leave_out(kernel: nn.Module, args: Any, kwargs: Mapping[str, Any], embeddin
     return embeddings.detach()
 
 
+@never_compiled
 def _detached(lookup: nn.Module, args: tuple[KeyedJaggedTensor], embeddings: Tensor) -> Tensor | None:
     """Detach what has a graph on ranks without kernels, and with `vbe_output`: they alone would send gradients."""
     weights = args[0].weights_or_none()
@@ -117,6 +120,7 @@ class _EndsAt:
     def __init__(self, kernel: nn.Module) -> None:
         self._kernel = kernel
 
+    @never_compiled
     def __call__(self, lookup: nn.Module, args: tuple[KeyedJaggedTensor], embeddings: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled() or embeddings.requires_grad:
             return None

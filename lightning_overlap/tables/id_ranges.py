@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..compat.fbgemm import rows_of, runs_on_cpu
+from ..compat.torch import never_compiled
 from ..compat.torchrec import kernels_in, lookups_of
 from ..schedules import WeightOwner
 from .supported_modules import configs_of, spec_of, tables_of
@@ -114,7 +115,7 @@ def _with_ids(bound: Callable[..., Tensor | None]) -> Callable[..., Any]:
             return None
         return ((ids, *args[1:]), kwargs) if args else (args, {**kwargs, "indices": ids})
 
-    return hook
+    return never_compiled(hook)
 
 
 def _without_minus_one(indices: Tensor, offsets: Tensor, batch_sizes: Any) -> Tensor | None:

@@ -19,7 +19,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
 from ..compat.fbgemm import SharingKernel
-from ..compat.torch import call_after_backward, mark_in_backward
+from ..compat.torch import call_after_backward, mark_in_backward, never_compiled
 from ..compat.torchrec import group_of, kernels_in, lookups_of, replace_kernel
 from ..text import check_known, some
 from .supported_modules import DATA_PARALLEL, table_modules
@@ -210,6 +210,7 @@ class ReplicaKernel(SharingKernel):
         self.pass_on: Callable[[Tensor | None], Tensor | None] | None = None
 
     @override
+    @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("batch_size_per_feature_per_rank"):
             raise RuntimeError(

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from ..compat.torch import never_compiled
 from ..tables import KernelShards
 
 BeforeUpdate: TypeAlias = Callable[[int, Tensor, Tensor, tuple[int, ...] | None], None]
@@ -38,7 +39,7 @@ class UpdateWatch:
             if node is not None:
                 node.register_prehook(lambda _: self._tell(kernel, args, kwargs))
 
-        return looked_up
+        return never_compiled(looked_up)
 
     def _tell(self, kernel: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         indices = kwargs["indices"] if "indices" in kwargs else args[0]

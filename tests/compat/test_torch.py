@@ -1,5 +1,6 @@
 """What PyTorch's private names have to mean."""
 
+import copy
 import gc
 import pickletools
 import weakref
@@ -222,6 +223,83 @@ def test_modules_tell_their_children_and_who_compiles_them() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     compat.children_of(module)["0"] = lambda given: given + 1
     assert module(torch.ones(1)).item() == 2
+
+
+@meanings.of("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl")
+def test_calls_of_a_module_are_replaced_and_compiled_code_runs_its_own_forward() -> None:
+    """Also in a full graph. Hooks run in a call with hooks, and a copy of the module has its own calls."""
+    module, seen = nn.Linear(1, 1), []
+    module.register_forward_hook(lambda *_: seen.append("hook"))
+
+    def call(given: Tensor) -> Tensor:
+        seen.append("call")
+        found: Tensor = compat.call_with_hooks(module, given)
+        return found
+
+    for hooked in (True, False):
+        seen.clear()
+        compat.replace_calls(module, call)
+        assert compat.is_compiled(module)
+        module(torch.ones(1, 1))
+        copy.deepcopy(module)(torch.ones(1, 1))
+        assert seen == (["call", "hook", "hook"] if hooked else ["call"])
+        if not hooked:
+            torch.compile(lambda given: module(given) * 2, backend="eager", fullgraph=True)(torch.ones(1, 1))
+            assert seen == ["call"]
+        compat.restore_calls(module, call)
+        module(torch.ones(1, 1))
+        assert "call" not in seen[3 if hooked else 1 :]
+        module._forward_hooks.clear()
+
+
+@meanings.of(
+    "torch._C._functorch.peek_interpreter_stack", "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+)
+def test_outside_of_transformations_of_functions_tensors_belong_to_none() -> None:
+    """There leaves and autograd functions can be made; what the transformation computes from them has their graph."""
+    made: list[Tensor] = []
+
+    def run(given: Tensor) -> Tensor:
+        assert compat.in_function_transform()
+        with compat.outside_function_transforms():
+            assert not compat.in_function_transform()
+            made.append(torch.ones(2).requires_grad_())
+        assert compat.in_function_transform()
+        return (given * made[0]).sum()
+
+    found, _ = torch.func.vjp(run, torch.full((2,), 3.0))
+    assert not compat.in_function_transform()
+    found.backward()
+    assert made[0].grad is not None
+    assert made[0].grad.tolist() == [3, 3]
+
+
+def test_what_is_never_compiled_is_called_by_compiled_code_and_not_traced() -> None:
+    """Nor what it calls; in a full graph it is an error with the reason."""
+    compiling: list[bool] = []
+
+    def inner(given: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return given + 1
+
+    @compat.never_compile_methods
+    class Has:
+        def method(self, given: Tensor) -> Tensor:
+            return inner(given)
+
+        @property
+        def number(self) -> Tensor:
+            return inner(torch.zeros(1))
+
+    has, function = Has(), compat.never_compiled(inner)
+
+    def run(given: Tensor) -> Tensor:
+        return function(given * 2) + has.method(given) + has.number
+
+    assert torch.compile(run, backend="eager")(torch.ones(1)).item() == 6
+    assert compiling == [False] * 3
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of compiled code"):
+        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(1))
 
 
 @meanings.of(*(f"torch.nn.Parameter.{name}" for name in compat.PRIVATE_NAMES["torch.nn.Parameter"]))

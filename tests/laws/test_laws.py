@@ -8,9 +8,10 @@ import torch
 
 from lightning_overlap import MODES, Schedule, Stage
 
+from ..sparse.variants import Manual
 from ..support import reference
-from ..support.cases import CASES, MIXED, NUM_STEPS, UNUSED, Case
-from ..support.fits import fit
+from ..support.cases import CASES, MIXED, NUM_STEPS, UNUSED, Batches, Case
+from ..support.fits import fit, make_strategy, make_trainer
 from ..support.pairs import in_turn, rotated
 from ..support.ranks import RankError, Ranks
 
@@ -59,6 +60,25 @@ def test_a_mode_between_hosts_equals_the_plain_loop(get_ranks: Callable[..., Ran
     """There the ids of the next batch are sent within the forward, and a deferred update comes after the backward."""
     staleness = MODES[pipeline].staleness
     assert _differences(get_ranks(2, num_nodes=2), BY_NAME[name], pipeline, staleness) == [[], []]
+
+
+def fit_by_hand(case: Case, pipeline: str) -> reference.Result:
+    model = Manual(case)
+    trainer = make_trainer(make_strategy(model, pipeline))
+    trainer.fit(model, datamodule=Batches(case))
+    return reference.collect(model, trainer.optimizers[0], model.losses)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_manual_optimization_is_as_stale_from_the_first_batch_on(
+    get_ranks: Callable[..., Ranks], num_nodes: int
+) -> None:
+    """The inputs of modules are found before the first backward, and the next batches looked up before it."""
+    ranks = get_ranks(2, num_nodes=num_nodes)
+    for name, pipeline in [*in_turn(BY_NAME, STALE), *in_turn(BY_NAME, STALE[1:])][num_nodes - 1 :: num_nodes]:
+        expected = reference.on_ranks(ranks, BY_NAME[name], MODES[pipeline].staleness)
+        actual = ranks.run(fit_by_hand, BY_NAME[name], pipeline)
+        assert reference.differences(actual, expected) == [[], []], (name, pipeline)
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])

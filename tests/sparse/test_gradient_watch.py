@@ -4,13 +4,18 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
+from lightning_overlap.compat.torchrec import LazyResult
+from lightning_overlap.sparse.deferred_update import DeferredUpdate
 from lightning_overlap.sparse.gradient_watch import NUM_BACKWARDS
 
+from ..plugin.compiled import Compiled
 from ..support import cases
 from ..support.cases import TABLE_WISE, TWO_COLLECTIONS, Batch, Case, Model, make_plan
 from ..support.fits import make_trainer
@@ -18,7 +23,7 @@ from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from .callers import MODELS, NoGrad
 from .test_callers import _CALLS
-from .variants import Variant, no_embeddings
+from .variants import Manual, Variant, no_embeddings
 
 WORDS = "no gradient reaches"
 REPLICAS = dataclasses.replace(TABLE_WISE, name="replicas")
@@ -57,6 +62,29 @@ class OneSequenceUnused(Model):
     def _pool(self, embeddings: Any, table: Any, feature: str) -> Any:
         pooled = super()._pool(embeddings, table, feature)
         return pooled.detach() if table.name == "t1" else pooled
+
+
+class Penalized(Model):
+    """Computes the gradient of embeddings within the step, and trains them in some steps only."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        found = super().embeddings("ebc", batch)
+        values = found.values()
+        [gradient] = torch.autograd.grad(values.square().mean(), values)
+        self.norm = gradient.norm()
+        values = values if batch_idx % 3 else values.detach()
+        loss = self.top(torch.cat([self.bottom(batch.dense), values], dim=1)).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+
+class DenseAlone(Manual):
+    """Its backward leaves the tables out on purpose in most steps."""
+
+    def go_backward(self, loss: Any) -> None:
+        dense = [*self.bottom.parameters(), *self.top.parameters()]
+        every = len(self.losses) % 4 == 0
+        self.manual_backward(loss, **({} if every else {"inputs": dense}))
 
 
 class Fetches(Model):
@@ -102,6 +130,33 @@ def fit_named(name: str, pipeline: str, **options: Any) -> list[str]:
     return fit(model, case, name, pipeline, **options)
 
 
+def fit_legitimate(pipelines: list[str]) -> list[list[str]]:
+    models = {"penalized": Penalized, "dense alone": DenseAlone}
+    return [
+        fit(model, TABLE_WISE, name, pipeline, NUM_BACKWARDS + 3)
+        for pipeline in pipelines
+        for name, model in models.items()
+    ]
+
+
+def fit_with_lost_gradients(pipeline: str, lost: str) -> tuple[str, list[str]]:
+    """Return the error and the warnings of a fit whose gaps lose gradients, or whose embeddings are traced."""
+    torch._dynamo.reset()
+    losing = mock.patch.object(DeferredUpdate, "_keep_gradient", return_value=None)
+    tracing = mock.patch.object(LazyResult, "wait", LazyResult.wait.__wrapped__)
+    with {"gap": losing, "traced": tracing}[lost]:
+        try:
+            return "", fit(Traced if lost == "traced" else Model, TABLE_WISE, "plain", pipeline, NUM_BACKWARDS + 3)
+        except RuntimeError as err:
+            return str(err), []
+
+
+class Traced(Compiled):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, "values", False, False)
+        self.head.compile(backend="eager")
+
+
 def fit_trained(names: list[tuple[str, str]]) -> list[list[str]]:
     return [fit(*MODELS[name], name, pipeline) for name, pipeline in names]
 
@@ -131,6 +186,29 @@ def test_tables_that_train_are_not_warned_of(get_ranks: Callable[..., Ranks], nu
 
 def test_a_module_that_fetches_its_batches_and_trains_is_not_warned_of(two_ranks: Ranks) -> None:
     assert two_ranks.run(fit, Fetches, TABLE_WISE, "plain", "fused_sparse_dist") == [[], []]
+
+
+DEFERRED = ["split_backward", "semi_sync_deferred"]
+
+
+def test_gradients_that_a_step_leaves_out_on_purpose_are_no_error(two_ranks: Ranks) -> None:
+    for messages in two_ranks.run(fit_legitimate, DEFERRED, timeout_s=180):
+        assert messages == [[]] * 4
+
+
+@pytest.mark.parametrize("pipeline", DEFERRED)
+def test_a_gradient_of_embeddings_that_does_not_reach_the_tables_ends_the_fit(two_ranks: Ranks, pipeline: str) -> None:
+    for error, _ in two_ranks.run(fit_with_lost_gradients, pipeline, "gap"):
+        assert (
+            "has computed the gradient of the embeddings of 'ebc', and none has reached its tables (t0, t1, t2)"
+            in error
+        )
+
+
+def test_embeddings_that_lose_their_graph_from_the_second_batch_on_are_warned_of(two_ranks: Ranks) -> None:
+    """The first batch trains them: the module runs in its own forward."""
+    [(_, [message]), _] = two_ranks.run(fit_with_lost_gradients, "semi_sync_deferred", "traced")
+    assert "no gradient reaches tables of 'ebc' (t0, t1, t2) any more since they are looked up early" in message
 
 
 def test_few_steps_are_not_judged(two_ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin, NoWait
 
-from ..torch import is_profiled
+from ..torch import is_profiled, never_compiled
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "Awaitable": ("_wait_impl",),
@@ -37,6 +37,7 @@ class LazyResult(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignor
         """Return what stands behind it; called by `wait`."""
         raise NotImplementedError
 
+    @never_compiled
     def wait(self) -> Any:
         """Return the result; without a profiler, skip TorchRec's `wait`, whose profiler range takes 5 us."""
         return super().wait() if is_profiled() or self.callbacks else self.result()
