@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -142,8 +142,10 @@ def in_function_transform() -> bool:
 
 def outside_function_transforms() -> AbstractContextManager[Any]:
     """Within this context no transformation of functions runs: tensors that are made belong to none."""
-    context: AbstractContextManager[Any] = pyfunctorch.temporarily_clear_interpreter_stack()
-    return context
+    found: AbstractContextManager[Any] = (
+        pyfunctorch.temporarily_clear_interpreter_stack() if in_function_transform() else nullcontext()
+    )
+    return found
 
 
 # -- operators, and who watches them ---------------------------------------------------------------------------------
@@ -208,6 +210,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's calls run compiled code, by `torch.compile(module)` or `module.compile()`."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules within a model that `torch.compile(module)` has wrapped, by the names of their wrappers."""
+    wrappers = {name: one for name, one in model.named_modules() if isinstance(one, torch._dynamo.OptimizedModule)}
+    return {name: next(wrapper.children()) for name, wrapper in wrappers.items()}
 
 
 def replace_calls(module: nn.Module, call: Callable[..., Any]) -> None:

@@ -234,6 +234,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
 
     def _check_collections(self, model: nn.Module) -> None:
         """Refuse options that name tables which nothing shards; warn once of collections that no sharder takes."""
+        tables.refuse_compiled_collections(model)
         tables.check_named_tables(model, self.sharding, self.replicate_tables)
         for one in tables.collections_left_whole(model):
             if self.global_rank == 0 and (one.name, one.message) not in self._warned:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..compat.torch import in_function_transform, never_compiled, outside_function_transforms
+from ..compat.torch import never_compiled, outside_function_transforms
 from ..compat.torchrec import LazyResult
 
 
@@ -32,10 +32,8 @@ class LazyEmbeddings(LazyResult):
 
     @override
     def result(self) -> Any:
-        if in_function_transform():  # the lookup and its graph are none of its own
-            with outside_function_transforms():
-                return self._receive_in_mode()
-        return self._receive_in_mode()
+        with outside_function_transforms():  # the graph of a lookup is no part of one
+            return self._receive_in_mode()
 
     def _receive_in_mode(self) -> Any:
         if _grad_mode() == self._mode:

@@ -60,7 +60,7 @@ from .shards import (
     table_names,
     weights_in_backward,
 )
-from .subclasses import check_named_tables, collections_left_whole
+from .subclasses import check_named_tables, collections_left_whole, refuse_compiled_collections
 from .supported_modules import (
     TABLE_TYPES,
     hands_out_rows,

@@ -11,7 +11,12 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from typing_extensions import override
 
-from ..compat.torch import never_compile_methods, never_compiled, register_pytree_node
+from ..compat.torch import (
+    never_compile_methods,
+    never_compiled,
+    outside_function_transforms,
+    register_pytree_node,
+)
 
 
 class ColumnOrder:
@@ -73,7 +78,11 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         if self._in_order is None:
             # The caller may first read the values under no_grad, and train on them afterwards.
             values = self._in_plan_order.values()
-            with torch.inference_mode(values.is_inference()), torch.set_grad_enabled(values.requires_grad):
+            with (
+                outside_function_transforms(),
+                torch.inference_mode(values.is_inference()),
+                torch.set_grad_enabled(values.requires_grad),
+            ):
                 self._in_order = self._put(values, self.key_dim())
         return self._in_order
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.types import ShardedModule, ShardingPlan
 
+from ..compat.torch import compiled_modules
 from ..text import some, unknown_name_message
 from .replicas import ReplicateTables
 from .sharding import Sharding
@@ -24,6 +25,17 @@ class LeftWhole:
     name: str  # its name in the model
     tables: tuple[str, ...]  # the names of its tables
     message: str
+
+
+def refuse_compiled_collections(model: nn.Module) -> None:
+    """Raise a ValueError for collections that the user has compiled: what is compiled would keep unsharded tables."""
+    for name, module in compiled_modules(model).items():
+        if isinstance(module, _KINDS):
+            raise ValueError(
+                f"{name} is a {type(module).__name__} in torch.compile(). Its tables are sharded and looked up outside "
+                "of compiled code, and what is compiled would go on with the unsharded ones. Leave the collection "
+                "uncompiled, and compile what uses its output."
+            )
 
 
 def collections_left_whole(model: nn.Module) -> list[LeftWhole]:

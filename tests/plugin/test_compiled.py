@@ -74,6 +74,11 @@ def test_embeddings_first_used_in_a_full_graph_are_an_error_with_the_way_out(two
         two_ranks.run(compiled.fit, way, "eager", fullgraph=True)
 
 
+def test_a_collection_that_is_compiled_itself_is_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"ebc is a EmbeddingBagCollection in torch.compile\(\)"):
+        two_ranks.run(compiled.fit, Way(TABLE_WISE, "base", "collection"), "eager")
+
+
 @pytest.mark.parametrize("pipeline", CUT[:2])
 def test_tensors_that_were_read_before_can_be_used_in_a_full_graph(two_ranks: Ranks, pipeline: str) -> None:
     """The layers of a split backward leave the graph whole, too."""
