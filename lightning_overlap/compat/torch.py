@@ -113,7 +113,7 @@ def never_compiled(call: _Callable) -> _Callable:
     What is first used inside of a trace is traced: collectives, hooks and leaves that were made there would be parts of
     the user's graph. Code compiled with `fullgraph=True` gets Dynamo's error with this reason.
     """
-    found: _Callable = torch.compiler.disable(call, reason=_NEVER_COMPILED)  # type: ignore[no-untyped-call]
+    found: _Callable = torch.compiler.disable(call, reason=_NEVER_COMPILED)
     return found
 
 
