@@ -75,6 +75,7 @@ def refuse_several_kernels(name: str, module: Any) -> list[RemovableHandle]:
     return hooks
 
 
+@never_compiled
 def _refuse_varying_sizes(name: str, kernels: list[str], lookup: Any, args: tuple[Any, ...]) -> None:
     if args[0].variable_stride_per_key() and args[0].device().type == "cpu":
         raise ValueError(
