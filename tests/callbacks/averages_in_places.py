@@ -222,41 +222,43 @@ def losses_of_a_plain_teacher(rank: int, num_ranks: int) -> Tensor:
     return torch.stack(losses)
 
 
-class Refused(Callback):
-    """Does within `averaged()` what is an error there."""
+class LooksUpWithGradients(Model):
+    average: ExponentialMovingAverage
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with self.average.averaged():
+            return super().training_step(batch, batch_idx)
+
+
+class Enters(Callback):
+    """Enters `averaged()` in the middle of a fit, and does not leave it; then loads a checkpoint, or fails."""
 
     def __init__(self, average: ExponentialMovingAverage, what: str, folder: str) -> None:
-        self.average, self.what, self.folder = average, what, folder
+        self.average, self.what, self.folder, self.entered = average, what, folder, ExitStack()
+        self.trained: dict[str, Tensor] = {}
 
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 3:
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.trained = tables_of(trainer)
+        if batch_idx != 3 or self.what == "lookup":
             return
         if self.what == "load":
             trainer.save_checkpoint(f"{self.folder}/a.ckpt")
-        entered = ExitStack()
-        entered.enter_context(self.average.averaged())
+        self.entered.enter_context(self.average.averaged())
         if self.what == "load":
             trainer.strategy.load_checkpoint(f"{self.folder}/a.ckpt")
         if self.what == "fail":
             raise ZeroDivisionError
-        module.open = entered  # and does not leave it
 
 
 def refused(what: str, folder: str, is_first: bool) -> tuple[str, dict[str, Tensor]]:
     """Return the error, and the trained tables."""
-    model, average = Model(CASE), ExponentialMovingAverage(DECAY, tables=what != "dense")
-    order: list[Callback] = [Refused(average, what, folder), OnExceptionCheckpoint(folder, "failed")]
+    model, average = (LooksUpWithGradients if what == "lookup" else Model)(CASE), ExponentialMovingAverage(DECAY)
+    model.average = average
+    enters = Enters(average, what, folder)
+    order: list[Callback] = [enters, OnExceptionCheckpoint(folder, "failed")]
     order = [*order, average] if is_first else [average, *order]
-    trainer = make_trainer(make_strategy(model, checkpoint_format="sharded"), callbacks=order)
-    if what == "no_grad":
-        model.training_step = lambda batch, _: loss_without_lookups(model, batch)  # type: ignore[method-assign]
+    strategy = make_strategy(model, checkpoint_format="sharded")
+    trainer = make_trainer(strategy, callbacks=order, enable_checkpointing=True)
     with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
         trainer.fit(model, datamodule=Evaluations(CASE, NUM_STEPS))
-    with average.trained_weights():
-        return str(caught.value), tables_of(trainer)
-
-
-def loss_without_lookups(model: Model, batch: Any) -> Tensor:
-    with torch.no_grad():
-        model(batch)
-    return model.bottom(batch.dense).sum()
+    return str(caught.value), enters.trained

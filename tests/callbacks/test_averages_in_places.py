@@ -86,7 +86,7 @@ def test_a_teacher_looks_up_averages_and_its_student_trained_weights(two_ranks: 
     ("what", "match"),
     [
         ("lookup", "was called with gradients while ExponentialMovingAverage.averaged"),
-        ("no_grad", "a backward would train averages: ExponentialMovingAverage.averaged"),
+        ("step", "an optimizer's step would train averages: ExponentialMovingAverage.averaged"),
         ("load", "a checkpoint would be loaded into averages: ExponentialMovingAverage.averaged"),
         ("fail", ""),
     ],
