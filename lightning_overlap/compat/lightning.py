@@ -68,11 +68,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_optimizers", "_start_method"),
     ),
     "LightningModule": ("_on_before_batch_transfer",),
-    "Logger": ("_log_model",),
+    "MLFlowLogger": ("_log_model",),
     "ModelCheckpoint": ("_ModelCheckpoint__resolve_ckpt_dir", "_find_last_checkpoints", "_link_checkpoint"),
     "ModelPruning": ("_parameters_to_prune",),
     "Strategy": ("_layer_sync",),
     "Trainer": ("_checkpoint_connector", "_logger_connector", "_signal_connector", "_teardown"),
+    "WandbLogger": ("_log_model",),
 }
 """By the module or class that has them. A name that this file imports is not listed: the import itself fails."""
 

@@ -783,7 +783,7 @@ def test_a_save_ends_with_a_barrier_of_this_name(tmp_path: Path) -> None:
     assert barrier.call_args_list == [mock.call(lightning.AFTER_SAVE)]
 
 
-@meanings.of("Logger._log_model")
+@meanings.of("MLFlowLogger._log_model", "WandbLogger._log_model")
 @pytest.mark.parametrize("library", ["wandb", "mlflow"])
 @pytest.mark.parametrize("log_model", [False, True, "all"])
 def test_a_logger_that_uploads_checkpoints(library: str, log_model: Any, tmp_path: Path) -> None:
