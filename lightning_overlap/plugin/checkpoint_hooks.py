@@ -7,6 +7,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -32,7 +33,7 @@ from ..checkpoint import (
 )
 from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
-from ..tables import hands_out_rows, has_tables
+from ..tables import hands_out_rows, has_tables, processor_buffers
 from ..text import some, without_secrets
 from . import checkpoint_links, first_words, found_checkpoints, mid_step
 from .loops import METRICS
@@ -130,9 +131,23 @@ class SavesShards(HasRun):
         self.settle_save()
         # Its thread uses `checkpoint_group`, as everything below does.
         self._folder_saver.wait(stops_merge=self._saves_at_once)
+        self._refuse_unequal_buffers()
         with self.saving():
             path = self.broadcast(filepath)
             self._save(checkpoint, path, self.choose_format(filepath, path), storage_options)
+
+    def _refuse_unequal_buffers(self) -> None:
+        """Raise a ValueError on all ranks if buffers of feature processors differ: a checkpoint has one value."""
+        buffers = {name: one.detach().cpu() for name, one in processor_buffers(self._module).items()}
+        of_ranks = self.gather(buffers) if buffers else []
+        wrong = [name for name in buffers if any(not torch.equal(one[name], of_ranks[0][name]) for one in of_ranks)]
+        if wrong:
+            raise ValueError(
+                f"{some(wrong)}: these buffers of feature processors differ by rank, and a checkpoint would have one "
+                "rank's values: the processors of a rank see the features of its own tables only. Register them with "
+                "persistent=False if they need not be saved, keep such state in a module of your own, or train on one "
+                "rank."
+            )
 
     def begin_increments(self, fit: Fit, undo: ExitStack) -> None:
         """Begin to mark the rows that the next checkpoint has to have; all ranks call this as a fit begins."""

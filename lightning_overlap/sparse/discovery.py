@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import ModuleList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..distributed import gather_if_unequal
 from ..runtime import Path
-from ..tables import has_model_parallel_tables
+from ..tables import has_model_parallel_tables, refuse_several_kernels, several_kernels
 from .batch_inputs import input_in, inputs_of
 from .input_sizes import check_types, types_in
 from .module_flight import ModuleFlight
@@ -39,6 +40,8 @@ class Discovery:
         if not self.ready:
             self._at_first = inputs_of(flight.batch)
         is_first, self._is_first = self._is_first, False
+        if is_first:
+            self._check_varying_sizes()
         modules, group = self._forwards.modules, self._pipeline.group
         if not is_first or group is None or not has_model_parallel_tables(ModuleList(modules)):
             return
@@ -50,6 +53,16 @@ class Discovery:
                 sent.pop("weights", None)
             types[f"the input of features {', '.join(kjt.keys())}"] = types_in([*sent], sent.values())
         check_types(types, group)
+
+    def _check_varying_sizes(self) -> None:
+        """Refuse batch sizes that vary by feature where kernels of any rank cannot take them; all ranks call this."""
+        if self._pipeline.streams.is_async:  # on CUDA kernels write one output together
+            return
+        varies = any(kjt.variable_stride_per_key() for _, kjt in self._at_first)
+        own, group = (varies, several_kernels(self._pipeline.modules)), self._pipeline.group
+        by_rank = [own] if group is None else gather_if_unequal(own, group)
+        if any(varies for varies, _ in by_rank):
+            refuse_several_kernels([several for _, several in by_rank])
 
     def discover(self) -> None:
         """Find the inputs of the modules' calls in the batch; all ranks call this after the same forward."""

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import gather_if_unequal
 from ..runtime import Path
-from ..tables import refuse_other_batch_sizes, refuse_several_kernels, take_row_0_for_ids_outside
+from ..tables import refuse_other_batch_sizes, take_row_0_for_ids_outside
 from .module_forward import ModuleForward, only_input
 from .reasons import CALLED_TWICE, NOT_AT_FIRST, NOT_FOR_ALL
 
@@ -36,7 +36,6 @@ class ModuleForwards(dict[str, ModuleForward]):
             return
         if self._options.out_of_range_ids != "error":
             self._hooks += [hook for one in self.values() for hook in take_row_0_for_ids_outside(one.module)]
-        self._hooks += [hook for one in self.values() for hook in refuse_several_kernels(one.name, one.module)]
         if self._group is not None and "nccl" not in str(dist.get_backend(self._group)):
             self._hooks += [hook for one in self.values() for hook in refuse_other_batch_sizes(one.name, one.module)]
 

@@ -1,6 +1,6 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
-from .batch_sizes import no_samples, refuse_other_batch_sizes, refuse_several_kernels
+from .batch_sizes import no_samples, refuse_other_batch_sizes, refuse_several_kernels, several_kernels
 from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
 from .frozen import frozen_parts, frozen_sent_parts, parts_trained_here
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids, take_row_0_for_ids_outside
@@ -69,6 +69,7 @@ from .supported_modules import (
     ids_fit_32_bits,
     input_dists_of,
     owners_of,
+    processor_buffers,
     sharded_modules,
     spec_of,
     table_modules,

@@ -1,6 +1,6 @@
 """Name batch sizes that gloo or TorchRec cannot handle: module, tables, ranks and what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -59,30 +59,30 @@ def _refusing(tables: str, sizes: list[int]) -> Callable[[Tensor], NoReturn]:
     return refuse
 
 
-def refuse_several_kernels(name: str, module: Any) -> list[RemovableHandle]:
-    """Let lookups raise a ValueError if batch sizes vary by feature, and FBGEMM's CPU kernels cannot answer together.
+def several_kernels(modules: Mapping[str, Any]) -> str | None:
+    """Return what this rank cannot look up on a CPU if batch sizes vary by feature, in words; None if nothing.
 
-    TorchRec lets several kernels of a sharding type write one output then, which FBGEMM has for CUDA only. Returns
-    handles that undo this.
+    TorchRec lets several kernels of a sharding type write one output then, which FBGEMM has for CUDA only.
     """
-    if spec_of(module) is None or holds_sequences(module):
-        return []
-    hooks = []
-    for lookup in lookups_of(tables_of(module)):
-        kernels = [", ".join(table.name for table in tables) for tables, _ in kernels_in(lookup)]
-        if len(kernels) > 1:
-            hooks.append(lookup.register_forward_pre_hook(partial(_refuse_varying_sizes, name, kernels)))
-    return hooks
+    for name, module in modules.items():
+        if spec_of(module) is None or holds_sequences(module):
+            continue
+        for lookup in lookups_of(tables_of(module)):
+            kernels = [", ".join(table.name for table in tables) for tables, _ in kernels_in(lookup)]
+            if len(kernels) > 1:
+                return f"the tables of {name!r} have {len(kernels)} kernels of one sharding type ({'; '.join(kernels)})"
+    return None
 
 
-@never_compiled
-def _refuse_varying_sizes(name: str, kernels: list[str], lookup: Any, args: tuple[Any, ...]) -> None:
-    if args[0].variable_stride_per_key() and args[0].device().type == "cpu":
+def refuse_several_kernels(by_rank: Sequence[str | None]) -> None:
+    """Raise a ValueError if batch sizes vary by feature and any rank has `several_kernels`."""
+    rank, found = next(((rank, one) for rank, one in enumerate(by_rank) if one is not None), (0, None))
+    if found is not None:
         raise ValueError(
-            f"the batch sizes of {name!r} vary by feature, and on this rank its tables have {len(kernels)} kernels of "
-            f"one sharding type ({'; '.join(kernels)}), which FBGEMM cannot look up together on a CPU. Tables share a "
-            "kernel if they have the same optimizer, pooling and data_type, and if none or all are frozen: make them "
-            "alike, give them sharding types or ranks of their own, or give the features one batch size."
+            f"batch sizes vary by feature, and on rank {rank} {found}, which FBGEMM cannot look up together on a CPU. "
+            "Tables share a kernel if they have the same optimizer, pooling and data_type, and if none or all are "
+            "frozen: make them alike, give them sharding types or ranks of their own, or give the features one batch "
+            "size."
         )
 
 

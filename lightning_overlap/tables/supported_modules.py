@@ -76,6 +76,23 @@ def holds_sequences(module: Any) -> bool:
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
 
 
+def processor_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name -> buffer of a model's feature processors that checkpoints have; alike on all ranks, but for values.
+
+    Each rank's processors see the features of its own tables, or its own samples, so their buffers may differ by rank.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for module in sharded_modules(model).values():
+        kind = spec_of(module)
+        if kind is None or kind.feature_processors is None:
+            continue
+        processors = kind.feature_processors(module)
+        of_model = [name for name, one in model.named_modules() if one is processors][:1]
+        saved = processors.state_dict()
+        found |= {f"{of_model[0]}.{name}": one for name, one in processors.named_buffers() if name in saved}
+    return found
+
+
 def input_dists_of(module: Any) -> list[Any]:
     """Return the input dists of a module of a known kind, one for each sharding."""
     kind = spec_of(module)

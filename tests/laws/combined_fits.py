@@ -75,7 +75,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "cannot be replicated: its weights are torch.float16": ("communication.md", "Tables in 16 bits"),
     "cannot be replicated: it (belongs|is)": ("communication.md", "of feature-processed modules and of managed"),
     "RowWiseAdagrad cannot train tables of managed": ("modules.md", "`RowWiseAdagrad` is refused by name"),
-    "vary by feature, and on this rank its tables have": ("modules.md", "tables of several kernels are refused"),
+    "batch sizes vary by feature, and on rank": ("modules.md", "tables of several kernels are refused"),
+    "buffers of feature processors differ by rank": ("modules.md", "a save is refused by name if such a buffer"),
+    "with variable batch sizes .* share parts": ("balance.md", "variable batch sizes"),
     "planner rejects most modules like": ("limits.md", 'managed collisions with `row_wise(compute_kernel="fused")`'),
     r"is not possible on cpu. Possible there: row_wise\.": ("limits.md", "managed collisions with `row_wise("),
     "no fused optimizer for these tables": ("optimizers.md", "A table without a fused optimizer is refused"),
@@ -90,6 +92,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 def num_ids(batch: Batch) -> Tensor:
     """Return the number of ids of each sample, as its cost."""
+    if batch.kjt.variable_stride_per_key():
+        return torch.arange(len(batch.labels))
     lengths: Tensor = batch.kjt.lengths().view(len(batch.kjt.keys()), -1).sum(0)
     return lengths
 
@@ -198,17 +202,19 @@ class Outcome:
         found += [] if not losses or _same(self.validated, other.validated) else ["validated losses"]
         for mine, theirs, kind in ((self.state, other.state, ""), (self.averages, other.averages, "averages of ")):
             keys = mine.keys() & theirs.keys() if kind else mine.keys() | theirs.keys()
-            names = [
-                key
-                for key in sorted(keys)
-                if key not in mine or key not in theirs or not _equal(mine[key], theirs[key])
-            ]
+            same = _nearly if kind else _equal  # a row's average makes up for samples at once, at each save for example
+            both = mine.keys() & theirs.keys()
+            names = [key for key in sorted(keys) if key not in both or not same(mine[key], theirs[key])]
             found += [f"{kind}{name}" for name in names[:8]]
         return [f"{what}: {', '.join(found)}"] if found else []
 
 
 def _same(mine: Sequence[float], theirs: Sequence[float]) -> bool:
     return len(mine) == len(theirs) and _equal(torch.tensor(mine), torch.tensor(theirs))
+
+
+def _nearly(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.shape == theirs.shape and torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

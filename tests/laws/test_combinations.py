@@ -40,6 +40,22 @@ def test_each_option_with_a_kind_of_module(get_ranks: Callable[..., Ranks], cell
     _check(get_ranks, cell)
 
 
+BUFFERS = "feature_processors_with_buffers"
+FOUND = {
+    "buffers_of_processors_in_one_file": Combination(0, BUFFERS, (), ("on_train_batch_end", 1, "full")),
+    "buffers_of_processors_in_a_folder": Combination(0, BUFFERS, (), ("on_train_epoch_end", 2, "sharded")),
+    "buffers_of_processors_on_one_rank": Combination(0, BUFFERS, (), ("on_train_batch_end", 2, "full"), num_ranks=1),
+    "frozen_beside_batch_sizes_by_feature": Combination(0, "variable_batch", (("frozen", True),)),
+    "released_ids_of_managed_collisions": Combination(0, "managed_sequences", (("release_features", True),)),
+}
+"""What combinations have found, each as simple as it gets."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_before(get_ranks: Callable[..., Ranks], name: str) -> None:
+    _check(get_ranks, FOUND[name])
+
+
 def test_no_option_is_missing() -> None:
     of_strategy = inspect.signature(OverlapEmbeddingStrategy).parameters.values()
     assert {one.name for one in of_strategy if one.kind is not one.VAR_KEYWORD} == OPTIONS.keys()
