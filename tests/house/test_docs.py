@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,3 +88,22 @@ def test_a_docstring_becomes_paragraphs_code_and_lists(make_api: Any) -> None:
         "**Arguments**\n\n- `first, second`: Two that go on.\n- `**others`: Any.",
         "**Returns**\n\n- A number, or nothing.",
     ]
+
+
+def test_each_lightning_feature_names_the_tests_that_try_it() -> None:
+    """The files are there, and one of them, or a file beside it that its ranks run, has a name of the feature."""
+    rows = [
+        line for line in (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8").splitlines() if line[:2] == "| "
+    ]
+    rows = [line for line in rows if not line.startswith("| feature | ")]
+    assert len(rows) > 70
+    for row in rows:
+        feature, *_, tried = [cell.strip() for cell in row.strip().strip("|").split(" | ")]
+        files = [ROOT / name for name in re.findall(r"`(tests/\S+\.py)`", tried)]
+        assert files, f"no test is named: {feature}"
+        assert all(path.is_file() for path in files), tried
+        beside = {path for file in files for path in file.parent.glob("*.py")}
+        texts = "".join(path.read_text(encoding="utf-8") for path in beside)
+        codes = re.findall(r"`([^`(=]+)", feature)
+        names = [name for name in (code.rpartition(".")[2].strip() for code in codes) if name.isidentifier()]
+        assert not names or any(name in texts for name in names), f"{tried} does not mention {feature}"
