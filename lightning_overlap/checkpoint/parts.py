@@ -8,7 +8,11 @@ from torch import Tensor
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 AVERAGES = "lightning_overlap_averages"
-"""Averages of weights by the names of the weights in `state_dict`."""
+"""Key of a checkpoint: the averages of `ExponentialMovingAverage`, by the names of the weights in `state_dict`.
+
+A file has it (`checkpoint_format="full"`, or consolidated), and a folder once it is loaded. `checkpoint["state_dict"] |
+checkpoint[AVERAGES]` is the averaged module's `state_dict`.
+"""
 COLLISIONS = "lightning_overlap_collisions"
 """State of managed collision modules that is in no `state_dict`, by the names of `managed_collision_state`."""
 

@@ -64,6 +64,10 @@ def check(draw: Draw, found: Found, folder: Path, plain: Any) -> None:
     assert same(tables_in(replica.state_dict()), found.in_the_end) == []
 
 
+def test_the_key_of_averages_in_files_stays() -> None:
+    assert AVERAGES == "lightning_overlap_averages"
+
+
 @pytest.mark.slow
 def test_reads_and_saves_are_of_what_was_asked_for_and_the_training_goes_on(two_ranks: Ranks, tmp_path: Path) -> None:
     plain = averages_in_places.history(2)
