@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
 from ..runtime import TableAccess
 from ..updated_rows import RowCopy, TouchedRows
-from .atomic import check_replaceable, disk_errors
+from .atomic import check_replaceable, disk_errors, make_unfinished
 from .checksums import Checksums, HashingFiles, SavedFile, read_checksums
 from .not_checkpoints import (
     BASE_FOLDER,
@@ -453,7 +453,7 @@ def link_files(folder: int, into: Path, skipped: Collection[str] = ()) -> None:
 
 def _link(newest: Newest, place: LocalPlace) -> None:
     """Begin a save on a disk with links to base and rows of the newest checkpoint; an OSError if that is gone."""
-    place.begin("")
+    make_unfinished(place.path)  # folders and links alone: files are written in the thread
     into = place.unfinished / BASE_FOLDER
     into.mkdir()
     with newest.opened() as folder:
