@@ -78,6 +78,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "batch sizes vary by feature, and on rank": ("modules.md", "tables of several kernels are refused"),
     "buffers of feature processors differ by rank": ("modules.md", "a save is refused by name if such a buffer"),
     "with variable batch sizes .* share parts": ("balance.md", "variable batch sizes"),
+    "but sharding makes it .*: remove one": ("communication.md", "applies to tables that `sharding` does not name"),
     "planner rejects most modules like": ("limits.md", 'managed collisions with `row_wise(compute_kernel="fused")`'),
     r"is not possible on cpu. Possible there: row_wise\.": ("limits.md", "managed collisions with `row_wise("),
     "no fused optimizer for these tables": ("optimizers.md", "A table without a fused optimizer is refused"),
