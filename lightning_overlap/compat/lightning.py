@@ -105,6 +105,11 @@ def gives_batches(fetcher: DataFetcher | None) -> bool:
     return type(fetcher) in (_PrefetchDataFetcher, _Fetcher)
 
 
+def takes_iterator(fetcher: DataFetcher | None) -> bool:
+    """Whether Lightning made it for a module whose step takes `dataloader_iter`."""
+    return type(fetcher) is _DataLoaderIterDataFetcher
+
+
 def batches_held(fetcher: DataFetcher) -> list[tuple[Any, int, int]]:
     """Return the list of (batch, batch_idx, dataloader_idx) that a fetcher has taken ahead, to know the last batch."""
     held: list[tuple[Any, int, int]] = getattr(fetcher, "batches", [])

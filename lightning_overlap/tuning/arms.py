@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from statistics import median
+from math import hypot, sqrt
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
@@ -81,7 +82,8 @@ class Auto:
         rounds: Number of rounds before the arms are compared. A block does not count if it contains an evaluation, a
             save, the end of an epoch or a stall of a data loader. If fewer than two blocks of an arm count, more
             rounds follow, at most twice as many in all.
-        tie: Arms within this share of the fastest arm's time are equal; the arm that holds the fewest batches wins.
+        tie: Arms within this share of the fastest arm's time are equal; the arm that holds the fewest batches wins. The
+            first arm stays unless another one is better by more than the noise of their blocks.
 
     Raises:
         ValueError: A number is too small.
@@ -126,12 +128,21 @@ def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
     return found
 
 
-def spread(times: Sequence[float]) -> float | None:
-    """Return half the distance between the quartiles; None for a single time."""
+def uncertainty(times: Sequence[float]) -> float | None:
+    """Return twice the standard error of the median of some times; None for a single time.
+
+    It is estimated from the quartiles, so that single slow blocks count little. Of a normal distribution half the
+    distance between them is 0.6745 standard deviations, and the median has 1.2533 times the mean's standard error.
+    """
     if len(times) < 2:
         return None
-    ordered, quarter = sorted(times), len(times) // 4
-    return (ordered[-1 - quarter] - ordered[quarter]) / 2
+    first, _, third = quantiles(times, n=4)
+    return 2 * 1.2533 / 0.6745 * (third - first) / 2 / sqrt(len(times))
+
+
+def noise(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return how far the medians of two arms of equal speed may be apart; each has at least two times."""
+    return hypot(uncertainty(first) or 0.0, uncertainty(second) or 0.0)
 
 
 def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
@@ -140,17 +151,54 @@ def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
 
 
 def as_fast(found: Mapping[Arm, Sequence[float]], tie: float) -> list[Arm]:
-    """Return the arms with `FEWEST` blocks whose median is within `tie` of the fastest, in the order of `found`."""
-    measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
+    """Return the arms to choose from: those of `told_apart` whose median is within `tie` of the fastest of them."""
+    measured = {arm: median(found[arm]) for arm in told_apart(found)}
     limit_ms = min(measured.values(), default=0.0) * (1 + tie)
     return [arm for arm, ms in measured.items() if ms <= limit_ms]
+
+
+def told_apart(found: Mapping[Arm, Sequence[float]]) -> list[Arm]:
+    """Return the first arm of `found`, the default, and those whose time differs from its time by more than noise.
+
+    Arms with fewer than `FEWEST` blocks are left out. If the default has too few, all others are returned.
+    """
+    measured = {arm: times for arm, times in found.items() if len(times) >= FEWEST}
+    default = next(iter(found), None)
+    if default is None or default not in measured:
+        return list(measured)
+    usual = measured[default]
+    return [
+        arm
+        for arm, times in measured.items()
+        if arm == default or abs(median(times) - median(usual)) >= noise(times, usual)
+    ]
+
+
+def reason(found: Mapping[Arm, Sequence[float]], tie: float) -> str:
+    """Return why `choose` chooses its arm, for the log."""
+    chosen = choose(found, tie)
+    if chosen is None:
+        return "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed every block"
+    mine, default = found[chosen], next(iter(found))
+    others = [times for arm, times in found.items() if arm != chosen and len(times) >= FEWEST]
+    if all(median(times) - median(mine) > noise(times, mine) for times in others):
+        return "it is the fastest"
+    if chosen == default:
+        if len({arm.mode for arm in found}) > 1:
+            return f"no mode is measurably faster than {default.mode}"
+        return f"no stream is measurably faster than {default.stream}"
+    if len(as_fast(found, tie)) > 1:
+        return f"no other is measurably more than {tie:.0%} faster; among equally fast modes it uses the least memory"
+    if len(found[default]) >= FEWEST:
+        return f"it is measurably faster than {default.mode}"
+    return "it has the shortest time"
 
 
 def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:
     """Return a table of the arms' times, for the log."""
     rows = [("mode", "stream", "ms per batch", "+-", "blocks", "batches in flight", "")]
     for arm, times in found.items():
-        took = or_dash(median(times) if times else None, "{:.2f}"), or_dash(spread(times), "{:.2f}")
+        took = or_dash(median(times) if times else None, "{:.2f}"), or_dash(uncertainty(times), "{:.2f}")
         is_chosen = "chosen" if arm == chosen else ""
         rows.append((arm.mode, arm.stream, *took, str(len(times)), str(arm.schedule.depth), is_chosen))
     return aligned(rows, words=(0, 1, 6))

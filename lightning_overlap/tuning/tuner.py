@@ -9,7 +9,7 @@ import torch
 from ..profiling import timestamps_of
 from ..runtime import BatchSource, CudaStreams, FetchedBatch, StageTimer, Streams
 from ..schedules import STREAMS, Schedule
-from .arms import BRIDGE, FEWEST, TRIED, Arm, Auto, Block, as_fast, choose, modes_on, streams_of, table, times_of
+from .arms import BRIDGE, FEWEST, TRIED, Arm, Auto, Block, choose, modes_on, reason, streams_of, table, times_of
 
 
 class TimedSource:
@@ -152,13 +152,7 @@ class Tuner:
                 break
             self._num_before += len(self._over) * self._block
             self._arms, self._over = streams, []
-        why = "it is the fastest"
-        if chosen is None:
-            why = "no choice was made, because evaluations, saves, ends of epochs or data loading disturbed every block"
-        elif len(as_fast(found, self._auto.tie)) > 1:
-            why = (
-                f"no other is more than {self._auto.tie:.0%} faster; among equally fast modes it uses the least memory"
-            )
+        why = reason(found, self._auto.tie)
         arm = chosen or arms[0]
         self._arms, self.has_chosen = (), chosen is not None
         self._tell("\n".join([f"pipeline='auto': {arm.mode}, stream {arm.stream}: {why}.", *self._tried]))

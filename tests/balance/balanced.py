@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import Balance, EmbeddingDeltas
+from lightning_overlap import Balance, EmbeddingDeltas, OverlapEmbeddingStrategy
 from lightning_overlap.balance import Balanced, Balancer, assign
 
 from ..checkpoint.resumes import StatefulSized
@@ -150,10 +150,54 @@ def fit(
     with warnings.catch_warnings():
         for message in ("another rank", "train_dataloader yielded None", "accumulates dense gradients only"):
             warnings.filterwarnings("ignore", message=f".*{message}")
+        warnings.filterwarnings("error", message="balance has no effect")
         trainer.fit(model, datamodule=module, ckpt_path=ckpt_path)
     result = collect(model, trainer.optimizers[0], model.losses)
     result.losses = result.losses.nan_to_num(-1.0)  # those of poisoned batches, so that they equal themselves
     return result, watch.balanced
+
+
+class _TakesIterator(Model):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+class _WithoutTables(Model):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        del self.ebc
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+def said_to_have_no_effect() -> dict[str, list[str]]:
+    """Return what a fit of two epochs says of `balance`, where it balances and where it cannot."""
+    said = {}
+    for what, model, kwargs in [
+        ("balances", Model(TABLE_WISE), {}),
+        ("reloads its loader", Model(TABLE_WISE), {"reload_dataloaders_every_n_epochs": 1}),
+        ("has no batches", Model(TABLE_WISE), {"limit_train_batches": 0}),
+        ("takes the iterator", _TakesIterator(TABLE_WISE), {}),
+        ("has no tables", _WithoutTables(TABLE_WISE), {}),
+    ]:
+        has_tables = not isinstance(model, _WithoutTables)
+        balance = Balance(num_ids)
+        if has_tables:
+            strategy = make_strategy(model, balance=balance)
+        else:
+            strategy = OverlapEmbeddingStrategy(balance=balance, find_unused_parameters=True)
+        trainer = make_trainer(strategy, num_sanity_val_steps=0, max_epochs=2, **kwargs)
+        with warnings.catch_warnings(record=True) as records:
+            warnings.simplefilter("always")
+            trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+        said[what] = sorted({str(one.message) for one in records if "balance" in str(one.message)})
+    return said
 
 
 def fit_unbalanced(case: Case) -> Result:

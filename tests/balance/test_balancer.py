@@ -188,6 +188,21 @@ def test_a_rank_without_the_option_is_an_error_on_all_ranks(two_ranks: Ranks) ->
         assert said.startswith("rank 1 has the option balance= and rank 0 has not")
 
 
+def test_what_cannot_be_balanced_is_said_and_nothing_else(two_ranks: Ranks) -> None:
+    """Lightning sets up the data before each epoch."""
+    said, of_rank_1 = two_ranks.run(balanced.said_to_have_no_effect)
+    assert said == {
+        "balances": [],
+        "reloads its loader": [],
+        "has no batches": [],
+        "takes the iterator": ["balance has no effect: training_step takes the data loader's iterator, not batches."],
+        "has no tables": [
+            "balance has no effect: the module has no TorchRec tables, so it trains as with DDPStrategy."
+        ],
+    }
+    assert not any(of_rank_1.values())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_in_an_exchange_ends_all_ranks_after_the_same_step(two_ranks: Ranks, rank: int) -> None:
     (steps, seconds, alive), (others, its_seconds, its_alive) = two_ranks.run(balanced.terminate, rank)

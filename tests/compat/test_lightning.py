@@ -94,6 +94,7 @@ class StagesInFit(lightning.FitLoop):
         if lightning.gives_batches(self.fetcher):
             assert self.fetcher is not None
             self.fetcher = Staged(self.fetcher)
+        assert not lightning.takes_iterator(self.fetcher), "Lightning calls this before each epoch"
 
 
 class TakesStaged(Model):
@@ -131,12 +132,14 @@ def test_a_module_that_takes_dataloader_iter_is_known(undo: ExitStack) -> None:
     class Iterates(Model):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, *_ = next(dataloader_iter)
-            self.seen.append(lightning.gives_batches(self.trainer.fit_loop._data_fetcher))
+            fetcher = self.trainer.fit_loop._data_fetcher
+            self.seen.append((lightning.gives_batches(fetcher), lightning.takes_iterator(fetcher)))
             return super().training_step(batch, 0)
 
     model = Iterates()
     make_trainer(max_epochs=1, limit_val_batches=0).fit(model)
-    assert set(model.seen) == {False}
+    assert set(model.seen) == {(False, True)}
+    assert not lightning.takes_iterator(None), "of a fit without batches"
 
 
 @meanings.of("_FitLoop._combined_loader", "_FitLoop._load_combined_loader_states", "_FitLoop._should_reload_train_dl")

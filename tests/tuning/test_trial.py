@@ -8,10 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Arm, Auto, Tuner, tuner
-from lightning_overlap.tuning.arms import Block, choose, modes_on, streams_of, table, times_of
+from lightning_overlap.tuning.arms import Block, choose, modes_on, reason, streams_of, table, times_of, uncertainty
+
+from ..support.draws import few
 
 FUSED, AFTER, SPARSE, BASE = ARMS = modes_on("data_dist", splits=False)
 
@@ -42,6 +46,74 @@ def blocks(
 )
 def test_the_fastest_or_what_holds_less(ms: tuple[float, ...], arm: Arm) -> None:
     assert choose(times_of([blocks(*ms)]), 0.05) == arm
+
+
+def around(ms: float, noise_ms: float) -> list[float]:
+    """Return four blocks with this median, and so much noise."""
+    shape = [-1.0, -0.5, 0.5, 1.0]
+    return [ms + noise_ms * one / uncertainty(shape) for one in shape]  # type: ignore[operator]
+
+
+def test_the_noise_of_a_median() -> None:
+    """Of many normal numbers it is twice the standard error of their median; one slow block changes it little."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(4000, 9, generator=generator)
+    found = [uncertainty(times) for times in normal.tolist()]
+    assert 0.9 < (torch.tensor(found).median() / (2 * normal.median(1).values.std())).item() < 1.3
+    assert uncertainty([8.0, 8.1, 8.0, 8.2, 8.1, 8.0, 8.1, 90.0]) < 0.2  # type: ignore[operator]
+    assert uncertainty([8.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "arm", "why"),
+    [
+        ({FUSED: (33.3, 14.8), SPARSE: (31.1, 28.8)}, FUSED, "no mode is measurably faster than fused_sparse_dist"),
+        ({FUSED: (31.1, 28.8), SPARSE: (33.3, 14.8)}, FUSED, "no mode is measurably faster than fused_sparse_dist"),
+        ({FUSED: (33.3, 1.4), SPARSE: (31.1, 1.4)}, SPARSE, "it is the fastest"),
+        ({FUSED: (33.3, 1.6), SPARSE: (31.1, 1.6)}, FUSED, "no mode is measurably faster than fused_sparse_dist"),
+        ({FUSED: (31.1, 1.4), AFTER: (33.3, 1.4)}, FUSED, "it is the fastest"),
+        # Another one is faster for sure, beside one whose time says nothing.
+        ({FUSED: (33.3, 0.5), AFTER: (31.1, 0.5), BASE: (30.0, 28.8)}, AFTER, "it is measurably faster than fused"),
+        ({FUSED: (8.0, 0.1), BASE: (8.3, 0.1)}, BASE, "no other is measurably more than 5% faster; among equally"),
+        ({FUSED: (8.0, 0.1), BASE: (8.1, 0.1)}, FUSED, "no mode is measurably faster than fused_sparse_dist"),
+    ],
+)
+def test_a_difference_below_the_noise_keeps_the_default(
+    found: dict[Arm, tuple[float, float]], arm: Arm, why: str
+) -> None:
+    times = {one: around(*numbers) for one, numbers in found.items()}
+    assert choose(times, 0.05) == arm
+    assert reason(times, 0.05).startswith(why)
+    assert f"{found[FUSED][1]:.2f}" in table(times, arm).splitlines()[2]
+
+
+@few(max_examples=30)
+@given(
+    ms=st.lists(st.floats(20, 40), min_size=4, max_size=4),
+    noise_ms=st.lists(st.floats(0.01, 30), min_size=4, max_size=4),
+)
+def test_what_differs_from_the_default_by_less_than_the_noise_is_not_chosen(
+    ms: list[float], noise_ms: list[float]
+) -> None:
+    times = {arm: around(*numbers) for arm, *numbers in zip(ARMS, ms, noise_ms, strict=True)}
+    chosen = choose(times, 0.05)
+    assert chosen is not None
+    place = ARMS.index(chosen)
+    apart_ms = [(noise_ms[place] ** 2 + one**2) ** 0.5 for one in noise_ms]
+    assert place == 0 or abs(ms[0] - ms[place]) > apart_ms[0] - 1e-6
+    assert place == 0 or ms[place] < ms[0] or (chosen.held < FUSED.held and ms[place] < 1.05 * ms[0])
+    slower = [ms[other] - ms[place] > apart_ms[other] for other in range(4) if other != place]
+    said = reason(times, 0.05)
+    assert (said == "it is the fastest") == all(slower)
+    if place == 0 and not all(slower):
+        assert said == "no mode is measurably faster than fused_sparse_dist"
+
+
+def test_streams_are_kept_within_the_noise_too() -> None:
+    arms = streams_of(AFTER)
+    times = dict(zip(arms, [around(33.3, 14.8), around(31.1, 28.8), around(34.0, 9.0)], strict=True))
+    assert choose(times, 0.05) == arms[0]
+    assert reason(times, 0.05) == "no stream is measurably faster than data_dist"
 
 
 def test_a_stream_that_holds_less_is_as_good() -> None:

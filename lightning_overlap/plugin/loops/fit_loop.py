@@ -18,6 +18,7 @@ from ...compat.lightning import (
     FitLoop,
     accumulates,
     gives_batches,
+    takes_iterator,
     tell_sampler_epoch,
 )
 from ...distributed import warn_on_rank_zero
@@ -67,7 +68,7 @@ class _FitLoopMixin(FitLoop):
             fetcher.resume(self.loader_states)
             self.loader_states = []
             self._end_together(fetcher.stream)
-        elif self.trainer.strategy.balance is not None:  # type: ignore[attr-defined]
+        elif takes_iterator(self.fetcher) and self.trainer.strategy.balance is not None:  # type: ignore[attr-defined]
             warn_on_rank_zero("balance has no effect: training_step takes the data loader's iterator, not batches.")
 
     def _end_together(self, stream: BatchStream) -> None:
