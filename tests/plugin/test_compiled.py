@@ -52,6 +52,7 @@ def test_steps_of_manual_optimization_too(two_ranks: Ranks) -> None:
     _check(two_ranks, BY_HAND, "eager")
 
 
+@pytest.mark.slow
 def test_a_compiled_step_may_read_tables_and_ask_the_strategy(two_ranks: Ranks) -> None:
     _check(two_ranks, ASKING, "eager")
 
@@ -61,6 +62,7 @@ def test_embeddings_first_used_in_a_checkpoint_or_a_transformation_train_as_with
     _check(two_ranks, WRAPPED, "eager")
 
 
+@pytest.mark.slow
 def test_a_backend_that_rounds_otherwise_trains_alike(two_ranks: Ranks) -> None:
     ways = [Way(TABLE_WISE, mode, part) for mode, part in zip(CUT[:2], ("head", "module"), strict=True)]
     _check(two_ranks, ways, "aot_eager")
