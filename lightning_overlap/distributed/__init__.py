@@ -1,6 +1,7 @@
 """Communication between ranks besides the tables' collectives: process groups, consensus, the cause of a failure."""
 
 from . import groups as groups
+from .alike_values import take_from_rank_zero as take_from_rank_zero
 from .consensus import MAX_INTERVAL as MAX_INTERVAL
 from .consensus import POLL_LAST as POLL_LAST
 from .consensus import SKIP_ALIKE as SKIP_ALIKE

@@ -340,9 +340,11 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                     quantized_comms=self.quantized_comms,
                     replicate_tables=self.replicate_tables,
                     group=self._groups.tables,
+                    on_host=self._groups.checkpoints,
                     device=self.root_device,
                     local_world_size=self.num_processes,
                     batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
+                    sends_buffers=bool(compat.ddp_options(self).get("broadcast_buffers", True)),
                     # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
                     in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
                 )

@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from ..compat.torch import forget_in_backward, own_arguments_in_backward
 from ..compat.torchrec import forget_whole_weights, lookups_of
+from ..distributed import take_from_rank_zero
 from ..text import check_known, some
 from .frozen import leave_out_frozen
 from .kernel_checks import check_kernels, check_kernels_of_sharded
@@ -55,17 +57,21 @@ class ShardingOptions:
     quantized_comms: QCommsConfig | None
     replicate_tables: ReplicateTables
     group: dist.ProcessGroup
+    on_host: dist.ProcessGroup | None  # of the same ranks, for tensors on the host; None on one rank
     device: torch.device
     local_world_size: int  # ranks on this host
     batch_size: int | None  # samples per batch and rank, None if unknown
+    sends_buffers: bool  # whether DistributedDataParallel sends buffers of the dense part from rank 0
     in_two_parts: bool  # whether `divide_in_two` divides a plan that is not the user's, if sent numbers share no scale
 
 
 def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place; all ranks of the group call this.
 
-    Weights keep their values; tables on `meta` are allocated as shards only. Collections that the user has sharded stay
-    as they are. A ValueError says, on every rank and before any table is sharded, what cannot be done as asked.
+    Weights begin with rank 0's values, those of the rest of the model too (buffers only if DistributedDataParallel
+    sends them). Tables on `meta` are allocated as shards only, and each rank initializes its own. Collections that the
+    user has sharded stay as they are. A ValueError says, on every rank and before any table is sharded, what cannot be
+    done as asked.
     This draws random numbers, more on some ranks than on others: the caller restores the generators.
     """
     tables, fused = find_tables(model), check_fused_optimizer(options.fused_optimizer)
@@ -73,6 +79,8 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     check_kernels_of_sharded(model, options.device)
     if tables:
         _refuse_pruning_and_shared_weights(model, tables)
+        if options.on_host is not None:
+            _begin_as_rank_zero(model, tables, options.on_host, options.sends_buffers)
         planned = _plan(model, tables, fused, options)
         _apply_optimizers(planned, fused, options.device)
         trained = planned.rules()  # TorchRec renames the arguments that they are read from
@@ -82,6 +90,24 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
         watch_tables(model)  # optimizers of replicas have the weights that it makes
         make_replicas(model, {table.module for table in planned.replicas}, trained)
     _watch(model)  # modules that the user has sharded, too
+
+
+def _begin_as_rank_zero(model: nn.Module, tables: list[Table], group: dist.ProcessGroup, sends_buffers: bool) -> None:
+    """Give the weights of all ranks the values of rank 0, which may have loaded them alone, before they are sharded.
+
+    DistributedDataParallel does so, but only for a dense part that is trained, and not in evaluations.
+    """
+    sharded = tuple(f"{name}." for name in sharded_modules(model))  # by the user: each rank has shards of its own
+    collections = tuple(f"{table.module}." if table.module else "" for table in tables)
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors |= {name: one for name, one in model.named_buffers() if sends_buffers or name.startswith(collections)}
+    whole = {
+        name: one
+        for name, one in tensors.items()
+        if not (name.startswith(sharded) or is_lazy(one)) and type(one.data) is Tensor and one.layout is torch.strided
+    }
+    frozen = {name: " frozen" for name, one in whole.items() if name.startswith(collections) and not one.requires_grad}
+    take_from_rank_zero(whole, frozen, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +199,7 @@ def _shard(model: nn.Module, planned: _Planned, options: ShardingOptions) -> Non
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     lookups = [lookup for module in table_modules(model).values() for lookup in lookups_of(module)]
-    for lookup in lookups:  # data-parallel tables start as those of rank 0, as the dense part does
+    for lookup in lookups:  # data-parallel tables on meta, which each rank has initialized, start as those of rank 0
         for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
             dist.broadcast(weight.data, group_src=0, group=group)
     _let_go(model, tables)
