@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -26,7 +26,7 @@ LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for eac
 _MARK = "lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}
 """The `FirstCause` of the newest error, by its id. The error holds only this id: a store cannot be pickled."""
-_PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
+_PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer|the ranks waited at different places")
 """Notes that other ranks need not print: the first failing rank prints the same."""
 PEER_LOST = (
     "Another rank has failed, for which",
@@ -45,8 +45,31 @@ class Word(NamedTuple):
 
     rank: int
     error: str  # type and message
-    place: str  # in the training
+    place: str  # in the training, and in the user's code
     stderr: str  # where the rank prints errors, see `_stderr`
+
+
+_NOT_USERS = {
+    *("lightning", "lightning_fabric", "lightning_overlap", "lightning_utilities", "pytorch_lightning", "torch"),
+    *("fbgemm_gpu", "torchmetrics", "torchrec", *sys.stdlib_module_names),
+}
+"""Packages whose functions are no place of a user's."""
+
+
+def place_of_user(error: BaseException) -> str:
+    """Return in which function of the user's the trainer was when an error was raised: ", in f (file.py:7)", or ""."""
+    found, in_trainer = "", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        in_trainer |= package in ("lightning", "pytorch_lightning")
+        if in_trainer and package not in _NOT_USERS:
+            found = f", in {frame.f_code.co_qualname} ({_short(frame.f_code.co_filename)}:{line})"
+    return found
+
+
+def _short(path: str) -> str:
+    here = os.path.join(os.getcwd(), "")
+    return path.removeprefix(here)
 
 
 def _stderr() -> str:
@@ -68,12 +91,52 @@ class FirstCause:
         self.first: Word | None = None  # of the first failing rank, set when this rank has failed
 
     def note(self, error: BaseException, place: str) -> None:
-        """Report an error; if another rank reported one earlier, add its word as a note."""
+        """Report an error; if another rank reported one earlier, add its word as a note, after all others.
+
+        An error that only says that another rank did not come also gets a note of where the ranks waited.
+        """
+        place += place_of_user(error)
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):
             self.first = Word(*json.loads(self.store.compare_set(self.key, "", json.dumps(mine))))
+            places = self._add_place(place)
+            if timed_out(error) or is_of_lost_peer(error):
+                self._note_places(error, places)
             if self.first.rank != self.rank and self.first.error != mine.error:
-                error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
+                _note_last(error, f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
+
+    def put_last(self, error: BaseException) -> None:
+        """Put the note of the first cause after all that were added since."""
+        for note in list(getattr(error, "__notes__", [])):
+            if self.first is not None and note.startswith(f"rank {self.first.rank} had failed "):
+                _note_last(error, note)
+
+    def _add_place(self, place: str) -> dict[str, int]:
+        """Add the place of this rank to those of all that have failed; return them, each with a rank."""
+        before = b""
+        while True:
+            after: dict[str, int] = {place: self.rank} | json.loads(before or b"{}")
+            found = self.store.compare_set(f"{self.key}/places", before.decode(), json.dumps(after))
+            if found == json.dumps(after).encode():
+                return after
+            before = found
+
+    def _note_places(self, error: BaseException, places: dict[str, int]) -> None:
+        """Note where the other ranks waited, if they waited for each other at different places."""
+        assert self.first is not None
+        if not _says_timeout(self.first.error):
+            return  # the first error says why
+        deadline = time.monotonic() + LEAVE_S
+        while len(places) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            places = json.loads(self.store.compare_set(f"{self.key}/places", "", ""))
+        if len(places) > 1:
+            waited = "; ".join(f"rank {rank} {place}" for rank, place in sorted((r, p) for p, r in places.items()))
+            _note_last(
+                error,
+                f"the ranks waited at different places: {waited}. What waits for other ranks (saves, logs with "
+                "sync_dist=True, metrics, strategy.table) has to be called on all ranks.",
+            )
 
     def mark_printed(self) -> None:
         """Report that the first cause was printed."""
@@ -107,8 +170,24 @@ class FirstCause:
 
 def timed_out(error: BaseException) -> bool:
     """Whether a gloo collective failed because another rank did not answer in time."""
+    return _says_timeout(str(error))
+
+
+def _says_timeout(text: str) -> bool:
     # If several collectives are under way, gloo reports a timeout for one and a closed pair for the others.
-    return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))
+    return any(said in text for said in ("Timed out waiting", "Application timeout caused pair closure"))
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank has ended."""
+    return isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in PEER_LOST)
+
+
+def _note_last(error: BaseException, note: str) -> None:
+    """Add a note after all others, once."""
+    if note in (notes := getattr(error, "__notes__", [])):
+        notes.remove(note)
+    error.add_note(note)
 
 
 def print_last(error: BaseException, cause: FirstCause) -> None:
@@ -145,8 +224,8 @@ def _print_in_turn(
         sys.stderr.flush()
         cause.mark_printed()
     else:
-        lost_peer = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in PEER_LOST)
-        if f"{kind.__name__}: {error}" != first.error and not (lost_peer or timed_out(error)):
+        is_secondary = is_of_lost_peer(error) or timed_out(error)
+        if f"{kind.__name__}: {error}" != first.error and not is_secondary:
             print_whole(kind, error, trace)
         elif first.stderr == _stderr():  # the first rank prints everything except this rank's own notes
             own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
@@ -174,26 +253,36 @@ def _torchrun_prints(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def remember_sockets() -> Iterator[None]:
-    """Remember the connections that are opened within this context, which makes process groups; Linux only."""
-    before = open_sockets()
-    yield
-    _sockets.update({number: name for number, name in open_sockets().items() if before.get(number) != name})
+def remember_sockets() -> Iterator[dict[int, str]]:
+    """Remember the connections that are opened within this context, which makes process groups; Linux only.
+
+    The dict has them, descriptor -> name of the socket, once the context is over.
+    """
+    before, opened = open_sockets(), dict[int, str]()
+    yield opened
+    opened.update({number: name for number, name in open_sockets().items() if before.get(number) != name})
+    _sockets.update(opened)
 
 
-def end_connections(except_store: Store) -> bool:
-    """End the remembered connections except a store's, and return whether any was; no group can be used then."""
+def end_connections(except_store: Store, of: Mapping[int, str] | None = None) -> bool:
+    """End remembered connections except a store's, those of `of` or all; return whether any was open.
+
+    The groups that have them cannot be used then.
+    """
     # Other ranks wait in a collective, and gloo lets them go only when a connection closes. In torch 2.13
     # `destroy_process_group` and `abort` close those of a gloo group only once nothing refers to the group, but the
     # error's traceback, the trainer and the sharded modules do. Nor does torch tell which sockets a group has.
     except_port = port_of(except_store)
+    wanted = dict(_sockets if of is None else of)
     ended = False
-    for number in [number for number, name in open_sockets().items() if _sockets.get(number) == name]:
+    for number in [number for number, name in open_sockets().items() if wanted.get(number) == name]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6):
                 ports = one.getsockname()[1], one.getpeername()[1]  # raises for a listening socket
                 if except_port not in ports:
                     one.shutdown(socket.SHUT_RDWR)
                     ended = True
-    _sockets.clear()
+    for number, name in wanted.items():
+        if _sockets.get(number) == name:
+            del _sockets[number]
     return ended

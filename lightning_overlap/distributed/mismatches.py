@@ -82,10 +82,11 @@ class Mismatches:
             self._thread = threading.Thread(target=self._look, name="early_lookup_mismatches", daemon=True)
             self._thread.start()
 
-    def other(self, point: Point, step: int, what: str = "") -> Deed | None:
+    def other(self, point: Point, step: int, what: str = "", *, waits: str = "for the others") -> Deed | None:
         """Wait until all ranks do the same unusual thing at a point of a step; return None, or what another one does.
 
-        Raises a RuntimeError if another rank has failed, or does not come to the point in time.
+        `waits` says for users where this rank waits: "at the end of its forward", say. Raises a RuntimeError if another
+        rank has failed, or does not come to the point in time.
         """
         mine = Deed(self._rank, what, point, step)
         here = f"{self._name(mine)}/{what}"
@@ -105,12 +106,12 @@ class Mismatches:
                     # If all came, one of them has gone on since.
                     return None if self._store.add(here, 0) >= self._num_ranks else found
                 if self._store.add(FAILED, 0) > self.num_failed:
-                    raise RuntimeError(f"Another rank has failed, for which this rank waited at {_in_words(point)}.")
+                    raise RuntimeError(f"Another rank has failed, for which this rank waited {waits}.")
                 if waited_s > self._timeout_s:
-                    of_step = f" of step {step}" if self._counts_steps else ""
+                    of_step = f" in step {step}" if self._counts_steps else ""
                     raise RuntimeError(
-                        f"another rank did not come to {_in_words(point)}{of_step} within {self._timeout_s:g} s. "
-                        "If it is only slow, pass a longer timeout= to the strategy."
+                        f"this rank waited {waits}{of_step}, and another rank did not come within {self._timeout_s:g} "
+                        "s. If it is only slow, pass a longer timeout= to the strategy."
                     )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_pause_s(self._num_ranks, num_requests=5))
@@ -172,7 +173,3 @@ class Mismatches:
 
 def _read(waiting: bytes) -> list[Deed]:
     return [Deed(rank, what, tuple(point), step) for rank, what, point, step in json.loads(waiting or b"[]")]
-
-
-def _in_words(point: Point) -> str:
-    return " ".join(map(str, point))

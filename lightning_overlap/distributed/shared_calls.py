@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .mismatches import Mismatches, Point
 from .stores import DeadlineStore, Store
 
+_ANY_NUMBER = 1 << 62  # of failures
 LEAVE_S = 3.0  # how long a process that keeps the store waits at its end for ranks that have not ended yet
 
 
@@ -43,7 +44,7 @@ class SharedCalls:
         has failed or does not come in time.
         """
         try:
-            other = self._mismatches.other(self._point, self._stage, call)
+            other = self._mismatches.other(self._point, self._stage, call, waits=f"in its call of {call}")
         except dist.DistError as err:  # the store ends with the rank that keeps it
             raise RuntimeError(f"rank {self._rank} calls {call}, and another rank has ended. {advice}") from err
         if other is not None:
@@ -65,10 +66,12 @@ class SharedCalls:
             self._store.wait_here(keys, timeout_s)
 
     def end_and_follow(self, key: str) -> "SharedCalls":
-        """End, and return an object for what comes after it, without asking the store: its rank may have ended."""
+        """End, and return an object for what comes after it, without asking the store: its rank may have ended.
+
+        It waits for ranks that have failed, too: in this run or in a later one, whose error they have caught.
+        """
         self.end()
-        num_failed = self._mismatches.num_failed
-        return SharedCalls(self._store, key, self._rank, self._num_ranks, self._timeout_s, num_failed=num_failed)
+        return SharedCalls(self._store, key, self._rank, self._num_ranks, self._timeout_s, num_failed=_ANY_NUMBER)
 
     @property
     def _point(self) -> Point:

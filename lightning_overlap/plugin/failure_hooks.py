@@ -69,6 +69,8 @@ class FailsTogether(SavesShards):
         self.stop_run()
         groups.forget()
         self.finish_save(exception)
+        if self._first_cause is not None:
+            self._first_cause.put_last(exception)
 
     def note_cause(self, exception: BaseException) -> None:
         """Add to an error where in the training this rank was, and the error of the rank that failed first."""

@@ -16,6 +16,11 @@ _ADVICE = (
     "rank, outside of `if trainer.is_global_zero:`. With rank=0 only rank 0 gets them."
 )
 
+_SAVE_ADVICE = (
+    "All ranks have to save together, since each has a part of the tables: call trainer.save_checkpoint on every rank, "
+    "outside of `if trainer.is_global_zero:`."
+)
+
 
 class ReadsTables(FailsTogether):
     """The methods of a strategy that read whole tables; its hooks note where in a run all ranks have to read alike."""
@@ -178,6 +183,12 @@ class ReadsTables(FailsTogether):
                 self._shared_calls = before.end_and_follow(key)
 
     # What follows is called on all ranks alike, which then wait for each other.
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._shared_calls is not None and self._is_sharded and not self._interrupted:
+            self._shared_calls.meet("trainer.save_checkpoint", _SAVE_ADVICE)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -59,7 +59,7 @@ class AlikeCalls:
             return
         usual = order[place] if place < len(order) else ""
         is_later = name in order[place:]
-        if (other := self._mismatches.other(point, self._step, name)) is not None:
+        if (other := self._mismatches.other(point, self._step, name, waits=f"before its call of {name!r}")) is not None:
             theirs = usual if other.what is None else other.what
             if not theirs:
                 is_again = name in order[:place] or self._num_quiet[name] > 0
@@ -79,7 +79,8 @@ class AlikeCalls:
         before, usual = self._num_quiet[name], self._quiet[self._phase]
         self._num_quiet[name] = before + 1
         if before == usual[name]:
-            if (other := self._mismatches.other(self._quiet_call(name, before), self._step)) is not None:
+            waits = f"before its call of {name!r}"
+            if (other := self._mismatches.other(self._quiet_call(name, before), self._step, waits=waits)) is not None:
                 raise self._left_out(name, flight, other.rank, self._options.rank, before > 0)
             usual[name] = before + 1
         self._mismatches.passed(self._quiet_end(name, before), self._step)
@@ -94,19 +95,25 @@ class AlikeCalls:
         # In the first step nothing is usual yet.
         if place == len(order) and step > 1:
             mismatches.passed(point, step)
-        elif (other := mismatches.other(point, step)) is not None:
+        elif (other := mismatches.other(point, step, waits=self._end)) is not None:
             theirs = order[place] if other.what is None else other.what
             raise self._left_out(theirs, flight, self._options.rank, other.rank, theirs in order[:place])
         del order[place:]
         for name, num in self._num_quiet.items():
             if num < usual[name]:
-                if (other := mismatches.other(self._quiet_end(name, num), step)) is not None:
+                waits = f"{self._end}, in which it has not called {name!r}"
+                if (other := mismatches.other(self._quiet_end(name, num), step, waits=waits)) is not None:
                     raise self._left_out(name, flight, self._options.rank, other.rank, num > 0)
                 usual[name] = num
             mismatches.passed(self._quiet_call(name, num), step)
         self._num_calls = 0
         self._num_quiet = dict.fromkeys(self._names, 0)
         self._phase = self._phase[0], self._phase[1] + 1
+
+    @property
+    def _end(self) -> str:
+        num_backwards = self._phase[1]
+        return f"at the end of its forward after {num_backwards} backwards" if num_backwards else "after its forward"
 
     def _left_out(self, name: str, flight: SparseFlight, rank: int, other: int, is_again: bool = False) -> RuntimeError:
         """Return the error about a call that a rank leaves out and another rank makes."""

@@ -365,8 +365,9 @@ class ModuleForward:
     def _refuse_unusual_call(self, call: str, problem: str) -> None:
         """Raise a RuntimeError with `problem` if another rank has passed a call, or does not make it in time."""
         # No collective can compare them: ranks that have passed the call issue none for it.
-        mismatches = self._pipeline.mismatches
-        if mismatches is not None and mismatches.other(("unusual", call), self._pipeline.step.number) is not None:
+        mismatches, step = self._pipeline.mismatches, self._pipeline.step.number
+        waits = f"before its call of {self.name!r}, whose input has other types than before"
+        if mismatches is not None and mismatches.other(("unusual", call), step, waits=waits) is not None:
             raise RuntimeError(problem)
 
     # Inputs that are refused.

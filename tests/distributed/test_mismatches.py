@@ -59,16 +59,18 @@ def test_ranks_that_do_different_unusual_things_hear_of_each_other(ranks: list[M
 
 def test_a_rank_that_fails_is_not_waited_for(ranks: list[Mismatches]) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ranks[0].other, ("call", 1), 4, "ebc")
+        waiting = pool.submit(ranks[0].other, ("call", 1), 4, "ebc", waits="before its call of 'ebc'")
         ranks[1]._store.add(FAILED, 1)  # as `groups.forget` does
-        with pytest.raises(RuntimeError, match="Another rank has failed, for which this rank waited at call 1"):
+        with pytest.raises(RuntimeError, match=r"for which this rank waited before its call of 'ebc'\.$"):
             waiting.result()
 
 
 def test_a_rank_that_is_late_is_told_as_late(ranks: list[Mismatches]) -> None:
     ranks[0]._timeout_s = 0.2
-    with pytest.raises(RuntimeError, match=r"another rank did not come to call 1 of step 4 within 0\.2 s"):
-        ranks[0].other(("call", 1), 4)
+    with pytest.raises(
+        RuntimeError, match=r"waited after its forward in step 4, and another rank did not come within 0\.2"
+    ):
+        ranks[0].other(("call", 1), 4, waits="after its forward")
 
 
 class Requests:

@@ -51,7 +51,7 @@ def test_different_calls_are_named(ranks: list[SharedCalls]) -> None:
 
 def test_a_rank_that_is_late_is_told_as_late(ranks: list[SharedCalls]) -> None:
     ranks[0]._mismatches._timeout_s = 0.2
-    with pytest.raises(RuntimeError, match=r"another rank did not come to shared call 1 within 0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"waited in its call of read, and another rank did not come within 0\.2 s"):
         ranks[0].meet("read", "")
 
 

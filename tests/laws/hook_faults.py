@@ -69,17 +69,36 @@ def fail_in_hook(
 
     owner = {"module": Module, "data": Data, "callback": OfUser}[hook[0]]
     _raise_in(owner, hook[1], rank)
+    return _fit(Module, Data, OfUser, pipeline, options, TIMEOUT_S, folder)
+
+
+def save_alone(folder: str, port: int, rank: int, pipeline: str) -> Ended:
+    """Fit; one rank alone saves in a hook. End as a process does."""
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+
+    class OfUser(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+            if trainer.global_step == 2 and trainer.global_rank == rank:
+                trainer.save_checkpoint(f"{folder}/alone.ckpt")
+
+    return _fit(Evaluated, EvaluatedBatches, OfUser, pipeline, {}, 6.0, folder)
+
+
+def _fit(
+    module: type, data: type, of_user: type, pipeline: str, options: dict[str, Any], timeout_s: float, folder: str
+) -> Ended:
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     strategy = OverlapEmbeddingStrategy(
-        pipeline, sharding="table_wise", timeout=timedelta(seconds=TIMEOUT_S), calm_libraries=True, **options
+        pipeline, sharding="table_wise", timeout=timedelta(seconds=timeout_s), calm_libraries=True, **options
     )
     arguments = {**QUIET, "enable_checkpointing": True, "val_check_interval": 3, "num_sanity_val_steps": 0}
     trainer = Trainer(
-        accelerator="cpu", devices=2, max_epochs=1, strategy=strategy, callbacks=[OfUser(), saver], **arguments
+        accelerator="cpu", devices=2, max_epochs=1, strategy=strategy, callbacks=[of_user(), saver], **arguments
     )
     began = time.monotonic()
     try:
-        trainer.fit(Module(ROWWISE_ADAGRAD), datamodule=Data(ROWWISE_ADAGRAD, NUM_BATCHES))
+        trainer.fit(module(ROWWISE_ADAGRAD), datamodule=data(ROWWISE_ADAGRAD, NUM_BATCHES))
     except (InjectedError, RuntimeError, OSError) as err:
         seconds = time.monotonic() - began
         with contextlib.redirect_stderr(io.StringIO()):

@@ -1,5 +1,6 @@
 """Law 6, in any hook of the user on one rank, while a checkpoint is written: all ranks end soon, its error is known."""
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_overlap.consolidate import main as consolidate
 
 from ..support.ranks import Ranks, free_port
-from .hook_faults import HOOKS, TIMEOUT_S, Ended, fail_in_hook
+from .hook_faults import HOOKS, TIMEOUT_S, Ended, fail_in_hook, save_alone
 
 INCREMENTAL = {"checkpoint_format": "incremental", "async_checkpoint": True}
 OPTIONS: list[dict[str, Any]] = [INCREMENTAL, {**INCREMENTAL, "most_increments": 0}, {"async_checkpoint": True}, {}]
@@ -43,9 +44,26 @@ def test_a_hook_that_raises_on_one_rank(two_ranks: Ranks) -> None:
         assert not any("failed as well" in note for note in raised.notes), "what was being written is complete"
         assert max(raised.seconds, other.seconds) < TIMEOUT_S / 2
         if other.said != "nothing":  # after its training a rank may need no other
-            assert any(f"rank {rank} had failed" in note and "InjectedError" in note for note in other.notes)
+            cause = (
+                rf"rank {rank} had failed .*, in .*faulty \(tests/laws/hook_faults.py:\d+\): InjectedError: {hook[1]}"
+            )
+            assert re.fullmatch(cause, other.notes[-1]), other
+            assert "in phase" not in other.said
 
     try:
         all_end()
     finally:
         two_ranks.close()  # their default group is another one
+
+
+def test_a_save_on_one_rank_alone_is_named_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
+    try:
+        for rank, pipeline in enumerate(["fused_sparse_dist", "semi_sync"]):
+            ends = two_ranks.run(save_alone, str(tmp_path), free_port(), rank, pipeline)
+            said = f"RuntimeError: rank {rank} calls trainer.save_checkpoint, rank {1 - rank} goes on without it."
+            assert ends[rank].said.startswith(said)
+            where = r"in .*on_train_batch_end \(tests/laws/hook_faults.py:\d+\)"
+            assert re.match(rf"rank {rank} had failed after batch 1, {where}: {said}", ends[1 - rank].notes[-1]), ends
+            assert not [*tmp_path.glob("alone*")]
+    finally:
+        two_ranks.close()
