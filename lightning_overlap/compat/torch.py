@@ -30,13 +30,14 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch.OpOverload": ("_schema",),
     "torch.ops.aten": ("_local_scalar_dense", "_to_copy", "_unique2"),
     "torch.optim.optimizer": ("_get_value",),
+    "torch": ("_has_compatible_shallow_copy_type",),
     "torch.autograd": ("_get_sequence_nr",),
     "torch.autograd.forward_ad": ("_current_level",),
     "torch.autograd.Variable": ("_execution_engine",),
     "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch._C": (
-        *("_current_autograd_node", "_current_graph_task_id", "_len_torch_dispatch_stack"),
-        "_len_torch_function_stack",
+        *("DisableTorchFunctionSubclass", "_current_autograd_node", "_current_graph_task_id"),
+        *("_len_torch_dispatch_stack", "_len_torch_function_stack"),
     ),
     "torch._C._functorch": ("peek_interpreter_stack",),
     "torch._functorch.pyfunctorch": ("temporarily_clear_interpreter_stack",),
@@ -160,6 +161,15 @@ is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler may see this thread now."""
 if "KINETO_USE_DAEMON" in os.environ:  # a daemon may start a profiler unseen by this thread
     is_profiled = functools.partial(bool, True)
+
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Return a context in which subclasses of tensors are tensors like others: their `__torch_function__` is not called."""
+
+ASKED_BY_APPLY = torch._has_compatible_shallow_copy_type.__name__
+"""Name of the function that `nn.Module.to()` and the like ask whether a weight can be set by its `data`."""
+
+DYNAMO = "torch._dynamo"
+"""Name of the package that traces compiled code."""
 
 COPY: Any = torch.ops.aten._to_copy.default
 """The operator that copies a tensor to another device or type."""

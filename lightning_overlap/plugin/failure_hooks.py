@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from ..distributed import (
     remember_sockets,
     timed_out,
 )
+from ..tables import holds_sequences, sharded_modules
 from ..text import some
 from .checkpoint_hooks import SavesShards
 
@@ -59,6 +61,7 @@ class FailsTogether(SavesShards):
     @override
     def on_exception(self, exception: BaseException) -> None:
         _name_unused_parameters(exception, self.model, type(self).__name__)
+        _name_sequences_in_place(exception, self.lightning_module)
         super().on_exception(exception)
         self.note_cause(exception)
         walker = self._walker
@@ -136,6 +139,20 @@ class FailsTogether(SavesShards):
         if trainer is not None:
             tear_down(trainer)
         return first
+
+
+def _name_sequences_in_place(exception: BaseException, module: nn.Module | None) -> None:
+    """Tell what to do instead in autograd's error about embeddings of sequences that a step has changed in place."""
+    text = str(exception.args[0]) if exception.args else ""
+    if module is None or "Such functions do not allow the output views to be modified inplace" not in text:
+        return
+    if names := [name for name, one in sharded_modules(module).items() if holds_sequences(one)]:
+        exception.args = (
+            f"a step has changed a view in place that autograd allows nobody to change. The embeddings of "
+            f"{some(map(repr, names))} are such views: a collection of sequences cuts the embeddings of all features "
+            "out of one tensor. Change a copy, such as embeddings[feature].values().clone(), or take an operator that "
+            f"is not in place (x * 2 for x.mul_(2), masked_fill for x[mask] = 0). PyTorch's error: {text}",
+        )
 
 
 def _name_unused_parameters(exception: BaseException, model: Any, strategy: str) -> None:

@@ -16,6 +16,7 @@ from .optimizer_checks import (
     refuse_dense_owner,
     warn_of_moves_on_zeros,
 )
+from .parts import local_part
 from .plans import KeptPlan, plan_of
 from .quantized_comms import (
     QuantizedComms,

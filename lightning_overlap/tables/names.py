@@ -33,7 +33,7 @@ from ..text import some
 from .columns import ColumnOrder, ConfigOrderKeyedTensor
 from .supported_modules import configs_of, hands_out_rows, sharded_modules, spec_of, table_modules, tables_of
 
-_SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+_BY_ROWS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 """Sharding types whose kernels sum where a mean is asked for."""
 
 
@@ -99,22 +99,25 @@ def by_config(module: Any, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwait
 
 def find_features_by_name(model: nn.Module) -> None:
     """Make every sharded module of a model find features by name."""
-    managed: list[Any] = [module for module in sharded_modules(model).values() if hands_out_rows(module)]
-    for module in (*table_modules(model).values(), *managed):
+    managed: dict[str, Any] = {name: one for name, one in sharded_modules(model).items() if hands_out_rows(one)}
+    for name, module in (*table_modules(model).items(), *managed.items()):
         module.takes_weights = takes_weights(module)
         if not isinstance(module.input_dist, InputByName):
-            module.input_dist = InputByName(module, takes_numbers=module not in managed)
+            module.input_dist = InputByName(name, module, takes_numbers=name not in managed)
     for module in sharded_modules(model).values():
         kind = spec_of(module)
         if kind is not None and kind.feature_processors:  # they set weights, and may read the input's weights
             tables_of(module).takes_weights = None
 
 
+_HALF = torch.float16, torch.bfloat16
+
+
 class InputByName:
     """Stands in for the `input_dist` of a sharded module; it checks every input, and reorders it like the first one."""
 
-    def __init__(self, module: Any, *, takes_numbers: bool) -> None:
-        self._module = module
+    def __init__(self, name: str, module: Any, *, takes_numbers: bool) -> None:
+        self._name, self._module = name, module
         self._input_dist = module.input_dist
         self._takes_numbers = takes_numbers  # whether ids are row numbers
         self._means: SummedMeans | None = tables_of(module).summed_means  # of `divide_means_by_name`
@@ -147,6 +150,8 @@ class InputByName:
                 "Convert them in the dataset or the collate function; torch.tensor([]) is torch.float32."
             )
         weights, takes_weights = kjt.weights_or_none(), self._module.takes_weights
+        if takes_weights and weights is not None and weights.dtype in _HALF and weights.device.type == "cpu":
+            self._refuse_half_weights(kjt.keys(), weights.dtype)
         if takes_weights is None or (weights is not None) == takes_weights:
             return kjt
         if weights is None:
@@ -157,6 +162,17 @@ class InputByName:
         if weights.dim() == 1:  # else rows that TorchRec writes
             kjt = without_weights(kjt)
         return kjt
+
+    def _refuse_half_weights(self, features: list[str], dtype: torch.dtype) -> None:
+        """Raise a TypeError for weights of 16 bits of a module whose row-wise tables a CPU cannot send them to."""
+        plan = tables_of(self._module).module_sharding_plan
+        by_rows = [table for table, one in plan.items() if one.sharding_type in _BY_ROWS]
+        if by_rows:
+            raise TypeError(
+                f"the weights of the ids for {self._name!r} (features {some(features)}) are {dtype}, and a CPU cannot "
+                f"send such weights to row-wise tables: {some(by_rows)}. Convert them in the dataset, the collate "
+                "function or on_after_batch_transfer, by .float(), or shard these tables table_wise or column_wise."
+            )
 
     def _as_known(self, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return an input with the features of the first one, in their order; the first is returned as it is."""
@@ -207,7 +223,7 @@ def _features_of_means(module: Any) -> dict[str, str]:
     return {
         name: feature
         for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-        if config.pooling is PoolingType.MEAN and plan[config.name].sharding_type in _SUMMED
+        if config.pooling is PoolingType.MEAN and plan[config.name].sharding_type in _BY_ROWS
         for name, feature in zip(names, config.feature_names, strict=True)
     }
 

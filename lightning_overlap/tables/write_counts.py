@@ -16,9 +16,10 @@ from ..compat.torch import call_after_backward, current_backward, tree_leaves
 from ..compat.torch import num_writes as num_writes_of
 from ..compat.torchrec import parts_of, same_slice, set_lengths, set_values, set_weights
 from ..schedules import WeightOwner
+from .parts import OfPart, find_parts, guard_sharded_tensors
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
-from .supported_modules import sharded_modules, table_modules
+from .supported_modules import sharded_modules
 from .table import NAME_BEFORE
 
 _LENGTHS = 1  # their place in `parts_of`
@@ -110,8 +111,14 @@ class WatchedTable(_KeptAsMade, TableBatchedEmbeddingSlice):  # type: ignore[mis
         return same_slice(cls, weight, needs_gradient=not frozen)
 
 
-class TableElsewhere(_KeptAsMade, nn.Parameter):
-    """The empty weight of a table without a shard on this rank: as `WatchedTable`, so that all ranks raise alike."""
+class WatchedPart(OfPart, WatchedTable):
+    """The weight of a table of which this rank has a part."""
+
+    __slots__ = ()
+
+
+class TableElsewhere(OfPart, _KeptAsMade, nn.Parameter):
+    """The empty weight of a table without a shard on this rank: as `WatchedPart`, so that all ranks raise alike."""
 
     __slots__ = ()
 
@@ -138,7 +145,7 @@ def _refuse_to_unfreeze(name: str) -> NoReturn:
 
 
 def watch_tables(model: nn.Module) -> None:
-    """Count writes to the `weight.data` of sharded tables, and refuse to freeze or unfreeze tables, on any rank.
+    """Count writes to the `weight.data` of sharded tables; refuse to read parts, and to freeze or unfreeze tables.
 
     Weights of TorchRec's classes are replaced by weights of the classes above, with the same names and memory.
     """
@@ -148,19 +155,19 @@ def watch_tables(model: nn.Module) -> None:
         for name, weight in module.named_parameters()
         if name.rpartition(".")[0].rpartition(".")[2] in getattr(module, "frozen_tables", ())
     }
-    elsewhere = {
-        id(weight) for module in table_modules(model).values() for weight in module.parameters() if not weight.numel()
-    }
+    parts = find_parts(model)
+    guard_sharded_tensors(model, parts)
     for name, weight in list(model.named_parameters()):
         watched: nn.Parameter
         if type(weight) is TableBatchedEmbeddingSlice:
             with torch.inference_mode(False), torch.enable_grad():  # else the slice of a trained weight needs none
-                watched = WatchedTable.like(weight, frozen=id(weight) in frozen)
-        elif type(weight) is nn.Parameter and id(weight) in elsewhere:
+                kind = WatchedPart if name in parts else WatchedTable
+                watched = kind.like(weight, frozen=id(weight) in frozen)
+        elif type(weight) is nn.Parameter and name in parts:
             watched = TableElsewhere.like(weight, frozen=id(weight) in frozen)
         else:
             continue
-        vars(watched).update(vars(weight), name_in_model=name)
+        vars(watched).update(vars(weight), name_in_model=name, place=parts.get(name))
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, watched)
         vars(weight)[NAME_BEFORE] = name  # an optimizer that the user made earlier may have it

@@ -29,7 +29,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
 from ..sparse import EarlyEmbeddings, SparsePipeline
-from ..tables import kernel_parameters, owners_of, sharded_modules, table_modules, tbes
+from ..tables import kernel_parameters, local_part, owners_of, sharded_modules, table_modules, tbes
 from .checked_streams import CheckedStreams, Operators
 
 ModuleFactory = Callable[[], LightningModule]
@@ -231,7 +231,7 @@ class _FollowsMemory(Callback):
         self._streams, self._open = streams, opened
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+        weights = {name: local_part(weight) for name, weight in pl_module.named_parameters()}
         counters: dict[str, Tensor] = {}
         leaves = list(pl_module.parameters())
         for name, module in sharded_modules(pl_module).items():

@@ -48,6 +48,31 @@ def test_writes_are_counted() -> None:
     assert compat.num_writes(tensor) == compat.num_writes(view) == before + 1
 
 
+class _Refuses(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(func.__name__)
+
+
+@meanings.of("torch._C.DisableTorchFunctionSubclass")
+def test_subclasses_are_plain_tensors() -> None:
+    tensor = torch.ones(2).as_subclass(_Refuses)
+    with pytest.raises(TypeError, match="sum"):
+        tensor.sum()
+    with compat.as_plain_tensors():
+        assert type(tensor.detach()) is Tensor
+        assert tensor.sum() == 2
+
+
+@meanings.of("torch._has_compatible_shallow_copy_type")
+def test_modules_ask_before_they_set_data() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2))
+    module.weight.__class__ = type("Asked", (_Refuses, nn.Parameter), {})
+    with pytest.raises(TypeError, match=compat.ASKED_BY_APPLY):
+        module._apply(lambda weight: torch.ones(2))
+
+
 @meanings.of("torch._C._current_graph_task_id", "torch.autograd.Variable._execution_engine")
 def test_backwards() -> None:
     """Each has a number of its own, also within another one; what is to be called then is called at its end."""

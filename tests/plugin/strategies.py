@@ -204,6 +204,35 @@ def refuse(name: str) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda values: values.mul_(2),
+    "row": lambda values: values.__setitem__(0, 0.0),
+    "relu": lambda values: nn.functional.relu(values, inplace=True),
+    "no_grad": torch.no_grad()(lambda values: values.zero_()),
+}
+
+
+def change_sequences(ways: list[tuple[str, str]]) -> list[str]:
+    """Train with steps that change embeddings of sequences in place, each a way and a mode; return the errors."""
+
+    class Changes(Model):
+        way: str
+
+        def embeddings(self, collection: str, batch: cases.Batch) -> Any:
+            found = super().embeddings(collection, batch)
+            IN_PLACE[self.way](found["f0"].values())
+            return found
+
+    said = []
+    for way, pipeline in ways:
+        model = Changes(cases.SEQUENCE)
+        model.way = way
+        with pytest.raises(RuntimeError) as caught:
+            fit_model(model, pipeline=pipeline)
+        said.append(str(caught.value))
+    return said
+
+
 class TwoBackwards(cases.ByHand, Model):
     """Two tasks share the embeddings; each has its own layer, optimizer and backward."""
 

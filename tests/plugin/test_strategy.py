@@ -24,6 +24,7 @@ from lightning_overlap.tuning import Auto
 
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
+from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from . import strategies
 
@@ -211,6 +212,14 @@ def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) ->
     for message in two_ranks.run(strategies.refuse, name):
         assert "DDPStrategy" not in message
         assert [part for part in parts if part not in message] == [], message
+
+
+def test_embeddings_of_sequences_that_a_step_changes_in_place_are_named(ranks: Ranks) -> None:
+    ways = in_turn(strategies.IN_PLACE, ("fused_sparse_dist", "split_backward", "semi_sync", "base"))
+    for messages in ranks.run(strategies.change_sequences, ways):
+        for message in messages:
+            assert "The embeddings of 'ebc' are such views" in message
+            assert "embeddings[feature].values().clone()" in message
 
 
 def test_the_remedy_offered_first_for_two_backwards_of_a_step_trains_both(two_ranks: Ranks) -> None:

@@ -173,6 +173,15 @@ def with_id(number: int) -> Callable[[Case, int, int], Batch]:
 too_large = too_large_by_rows = with_id(1000)
 negative, row_0 = with_id(-1), with_id(0)
 floating = _wrong(lambda kjt: with_ids(kjt, kjt.values().float()))
+
+
+def half_weights(case: Case, index: int, rank: int) -> Batch:
+    batch = make_batch(case, index, rank)
+    kjt = kjt_of(batch)
+    halves = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths(), weights=kjt.weights().half())
+    return with_input(batch, halves)
+
+
 no_weights = _wrong(lambda kjt: with_ids(kjt, kjt.values()))
 
 

@@ -218,12 +218,13 @@ CASES = {  # where it is not `TABLE_WISE`
     "too_large_by_rows": BY_ROWS,
     "too_few_ids_by_rows": BY_ROWS,
     "too_few_weights": cases.WEIGHTED,
+    "half_weights": Case("weighted_by_rows", BY_ROWS.tables, weighted=True),
 }
 _CLASSES = {
     **dict.fromkeys(("plain", "mixed", "types_change", "types_differ", "types_differ_later"), Model),
     **dict.fromkeys(("too_large", "too_large_by_rows", "negative", "row_0", "floating", "no_weights"), Model),
     **dict.fromkeys(("too_few_ids", "too_few_ids_by_rows", "too_few_lengths", "one_length_less"), Model),
-    **dict.fromkeys(("too_few_weights", "types_differ_later_replicated"), Model),
+    **dict.fromkeys(("too_few_weights", "half_weights", "types_differ_later_replicated"), Model),
     **by_name(vars(caller_inputs)),
     **by_name(vars(variants)),
     **by_name(vars(update_rates)),

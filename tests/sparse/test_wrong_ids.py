@@ -43,6 +43,7 @@ TEXTS = {
     "too_few_weights": rf"{MISFIT} has \d+ weights for \d+ ids \(features f0, f1, f2\)",
     "floating": r"TypeError: the ids for a Sharded\w+ \(features f0, f1, f2\) must be .* got torch.float32",
     "no_weights": r"ValueError: a Sharded\w+ with is_weighted=True got a KeyedJaggedTensor without weights",
+    "half_weights": r"TypeError: the weights of the ids for 'ebc' .* are torch.float16, .* row-wise tables: t0, t1, t2",
 }
 
 
@@ -65,6 +66,8 @@ TEXTS = {
         ("floating", "fused_sparse_dist", 2),
         ("no_weights", "base", 2),
         ("no_weights", "fused_sparse_dist", 2),
+        ("half_weights", "base", 1),
+        ("half_weights", "fused_sparse_dist", 2),
     ],
 )
 def test_the_rank_that_has_them_says_so(

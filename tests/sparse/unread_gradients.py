@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_overlap.compat.torchrec import kernels_in, lookups_of
 from lightning_overlap.sparse.unread_gradients import leave_out_unread_gradients
-from lightning_overlap.tables import table_modules
+from lightning_overlap.tables import local_part, table_modules
 
 from ..compat.sharded import Sharded, received, shard, step
 from ..support.cases import Case, Model
@@ -72,7 +72,8 @@ def all_weights(module: Any) -> list[Any]:
         one for table in table_modules(module).values() for lookup in lookups_of(table) for one in lookup.modules()
     ]
     tables = [weight for part in parts for weight in part.parameters(recurse=False)]
-    return [(one.tolist(), None if one.grad is None else one.grad.tolist()) for one in [*tables, *module.parameters()]]
+    weights = [*tables, *module.parameters()]
+    return [(local_part(one).tolist(), None if one.grad is None else one.grad.tolist()) for one in weights]
 
 
 def steps(places: Sequence[str], *, variable: bool) -> list[Call]:

@@ -62,6 +62,12 @@ class Frozen(Model):
         return super().training_step(batch, batch_idx)
 
 
+class PenalizesReplicas(Model):
+    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
+        small = [weight for name, weight in self.ebc.named_parameters() if name.split(".")[-2] in SMALL]
+        return super().forward(batch, embeddings) + 0.1 * torch.stack([weight.square().sum() for weight in small]).sum()
+
+
 class PenalizesAllAndFails(PenalizesAll):
     """Has another error at the end of its backward, before that of the penalty."""
 
@@ -85,7 +91,10 @@ class Writes(Model):
                     weight.mul_(0.5)
 
 
-MODELS = (Model, Scheduled, PenalizesAll, PenalizesAllAndFails, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
+MODELS = (
+    *(Model, Scheduled, PenalizesAll, PenalizesAllAndFails, PenalizesReplicas),
+    *(TwoBackwards, TwoCalls, Frozen, Writes, MakesInput),
+)
 
 
 def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:

@@ -222,4 +222,4 @@ def test_arguments(given: Any, error: type[Exception]) -> None:
 
 def test_the_error_of_a_penalty_names_replicated_tables(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"the loss uses the weight of .*s0, .*s1, .*s2.* directly"):
-        two_ranks.run(replicas.fit, case_of("sgd"), "fused_sparse_dist", "PenalizesAll")
+        two_ranks.run(replicas.fit, case_of("sgd"), "fused_sparse_dist", "PenalizesReplicas")
