@@ -6,7 +6,7 @@ comes on every rank, whatever the rank has of the table, so that none goes on al
 work on parts. This package reads parts by `local_part`, or by `local_shards()` of what a `state_dict` has.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -289,7 +289,7 @@ def _first(kind: type, values: Any) -> Any:
 
 def _callers() -> Iterator[FrameType]:
     """Yield the frames that have called an operator: those of torch, and the first one outside of it."""
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module != __name__:

@@ -208,12 +208,12 @@ def _refuse_gradients(module: Any) -> list[Any]:
                 call_after_backward(partial(_raise_lost_gradients, backward))
             _lost_gradients.setdefault(backward, []).extend(lost)
             return
-        for handle in handles:  # zero gradients mark parameters as used for DistributedDataParallel: check only once
-            handle.remove()
+        # Zero gradients mark parameters as used for DistributedDataParallel: check each kernel only once.
+        handles.pop(id(weight)).remove()
 
     weights = [weight for weight in _fused_weights(module) if weight.requires_grad]
-    handles = [weight.register_post_accumulate_grad_hook(check) for weight in weights]
-    return handles
+    handles = {id(weight): weight.register_post_accumulate_grad_hook(check) for weight in weights}
+    return [handles]
 
 
 # Backward -> tables whose weights got a gradient in it; those of a backward with another error stay.
