@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import Logger
@@ -62,7 +62,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_accumulate"),
         *("_is_training_done", "_num_ready_batches_reached", "_should_check_val_fx", "advance", "on_advance_end"),
     ),
-    "CombinedLoader": ("_state_dicts",),
+    "CombinedLoader": ("_iterator", "_mode", "_state_dicts"),
     "DDPStrategy": (
         *("_configure_launcher", "_ddp_comm_hook", "_ddp_kwargs", "_launcher", "_lightning_module", "_model"),
         *("_optimizers", "_start_method"),
@@ -119,6 +119,20 @@ def batches_held(fetcher: DataFetcher) -> list[tuple[Any, int, int]]:
 def loader_states(fetcher: DataFetcher) -> list[Any]:
     """Return the states of a fetcher's data loaders now; empty if no loader has a state."""
     return fetcher.combined_loader._state_dicts()
+
+
+def end_shorter_loaders(fetcher: DataFetcher, num_taken: int) -> None:
+    """Let a `CombinedLoader("max_size")` take nothing more from loaders that had ended after `num_taken` batches.
+
+    Called once the fetcher has its iterator. The state of an iterator that has ended may begin the loader anew.
+    """
+    combined = fetcher.combined_loader
+    if combined._mode != "max_size" or combined._iterator is None:
+        return
+    for number, loader in enumerate(combined.flattened):
+        length = sized_len(loader)
+        if length is not None and length <= num_taken:
+            combined._iterator.iterators[number] = iter(())
 
 
 class _Fetcher(_PrefetchDataFetcher):

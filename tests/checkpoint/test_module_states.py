@@ -74,7 +74,7 @@ def compare(get_ranks: Callable[..., Ranks], folder: Path, early: State, of_rank
     assert len(paths) == 6
     expected, found = by_torch(of_ranks[0], early), []
     for num_ranks in (1, 2):
-        for rank, loaded in enumerate(get_ranks(num_ranks).run(module_states.load, paths, early)):
+        for rank, loaded in enumerate(get_ranks(num_ranks).run(module_states.load, paths, early, timeout_s=300)):
             for name, state in loaded.items():
                 found += differences(state, expected, f"{name}, rank {rank} of {num_ranks}")
     for path in paths:

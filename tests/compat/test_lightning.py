@@ -22,9 +22,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loggers.utilities import _scan_checkpoints
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -871,6 +873,19 @@ def test_synchronized_layers_are_taken_out() -> None:
     assert isinstance(synced[0], nn.SyncBatchNorm)
     assert not isinstance(lightning.without_layer_sync(trainer.strategy, synced)[0], nn.SyncBatchNorm)
     assert lightning.without_layer_sync(lightning.Strategy(), model) is model
+
+
+@meanings.of("CombinedLoader._iterator", "CombinedLoader._mode")
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
+def test_shorter_loaders_end(mode: Any) -> None:
+    """Of a combination that gives None in the place of a loader that has ended; others begin it anew."""
+    combined = CombinedLoader({"short": [1, 2], "long": [3, 4, 5]}, mode)
+    fetcher = _PrefetchDataFetcher()
+    fetcher.setup(combined)
+    iter(fetcher)
+    lightning.end_shorter_loaders(fetcher, 2)
+    first = next(fetcher)[0]
+    assert first == {"short": None if mode == "max_size" else 1, "long": 3}
 
 
 @meanings.of("_FitLoop._last_train_dl_reload_epoch", "_EvaluationLoop._last_val_dl_reload_epoch")

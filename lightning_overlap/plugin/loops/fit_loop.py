@@ -17,6 +17,7 @@ from ...compat.lightning import (
     EpochLoop,
     FitLoop,
     accumulates,
+    end_shorter_loaders,
     gives_batches,
     takes_iterator,
     tell_sampler_epoch,
@@ -65,6 +66,9 @@ class _FitLoopMixin(FitLoop):
                 self.fetcher, _step_arguments(epoch_loop), lambda: epoch_loop.batch_idx + 1
             )
             self.fetcher = fetcher
+            if self.loader_states:
+                batches: Any = epoch_loop.batch_progress.current
+                end_shorter_loaders(fetcher.inner, batches.processed)
             fetcher.resume(self.loader_states)
             self.loader_states = []
             self._end_together(fetcher.stream)
