@@ -35,7 +35,8 @@ class MidStep:
 
     def end_forward(self) -> None:
         """Note that hooks before the backward follow, or the backward."""
-        self._part = _Part.BACKWARD
+        if self._part is not _Part.NONE:  # nobody tells the end of a step whose module does its own fetching
+            self._part = _Part.BACKWARD
 
     def end(self) -> None:
         """Note that the step is over."""
