@@ -323,6 +323,7 @@ def test_what_is_never_compiled_is_called_by_compiled_code_and_not_traced() -> N
 
     assert torch.compile(run, backend="eager")(torch.ones(1)).item() == 6
     assert compiling == [False] * 3
+    torch._dynamo.reset()  # it would go on with what it has compiled
     with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of compiled code"):
         torch.compile(run, backend="eager", fullgraph=True)(torch.ones(1))
 
