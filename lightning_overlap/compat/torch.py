@@ -268,6 +268,13 @@ def own_arguments_in_backward(parameter: Tensor) -> None:
     vars(parameter)["_optimizer_kwargs"] = list(map(dict, vars(parameter)["_optimizer_kwargs"]))
 
 
+def note_argument_in_backward(parameter: Tensor, name: str, value: Any) -> None:
+    """Add an argument to those that are noted for an optimizer."""
+    own_arguments_in_backward(parameter)
+    for arguments in vars(parameter)["_optimizer_kwargs"]:
+        arguments[name] = value
+
+
 def apply_in_backward(parameter: Tensor, applied: AppliedOptimizer) -> None:
     """Let torch make an optimizer, and step it in each backward that reaches the parameter."""
     optimizer_class, kwargs = applied

@@ -95,6 +95,8 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         replicate_tables: Tables that every rank holds whole; their fused optimizer updates them alike on all ranks.
             None: tables with fewer rows than a rank's `batch_size` (of the data module or the module), unless
             `sharding` names their sharding type; a number: tables with fewer rows; names: these tables; False: none.
+        rate_per_table: Give each table a kernel, and a parameter group of `combined_optimizer`, of its own, so that a
+            schedule can move or stop one table. Lookups of several tables in one kernel are faster.
         release_features: Free the memory of a batch's ids as soon as they are sent. `training_step` can then pass a
             KeyedJaggedTensor to its module and read its keys and lengths, but not its values or weights.
         copy_in_place: On CUDA, allocate batches in the compute stream's memory pool, which activations can use again.
@@ -139,6 +141,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         *,
         quantized_comms: QuantizedComms = None,
         replicate_tables: ReplicateTables = None,
+        rate_per_table: bool = False,
         release_features: bool = False,
         copy_in_place: bool = False,
         max_queued_steps: int | None = 2,
@@ -178,7 +181,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         self._schedules = self._tuner or mode.schedules  # which table is walked for which batch
         self.stream, self._lookup_stream = stream, lookup_stream
         self.sharding, self.fused_optimizer, self.replicate_tables = sharding, fused_optimizer, replicate_tables
-        self.quantized_comms = comms
+        self.quantized_comms, self.rate_per_table = comms, bool(rate_per_table)
         self._release_features, self._copy_in_place = release_features, copy_in_place
         self._max_queued_steps, self._out_of_range_ids = max_queued_steps, out_of_range_ids
         self.nonfinite, self.balance = nonfinite, balance
@@ -339,6 +342,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                     fused_optimizer=self.fused_optimizer,
                     quantized_comms=self.quantized_comms,
                     replicate_tables=self.replicate_tables,
+                    rate_per_table=self.rate_per_table,
                     group=self._groups.tables,
                     on_host=self._groups.checkpoints,
                     device=self.root_device,

@@ -25,31 +25,34 @@ class DenseAndFused(Optimizer):
 
     `fused` has initial learning rate -> this rank's fused optimizers, none for rates of other ranks' tables: all ranks
     have the same groups. The fused groups come last, without parameters, since the backward updates the tables.
-    `tables` has the names of the tables by rate, for messages.
+    `tables` has the names of the tables by rate, for messages. With `rates` each table has a group: it has table ->
+    initial learning rate, and the keys of `fused` and `tables` are tables.
     """
 
     def __init__(
         self,
         dense: Optimizer,
-        fused: dict[float, list[KeyedOptimizer]],
-        tables: Mapping[float, Iterable[str]] | None = None,
+        fused: Mapping[Any, list[KeyedOptimizer]],
+        tables: Mapping[Any, Iterable[str]] | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         self.dense = dense
+        first = [float(key if rates is None else rates[key]) for key in fused]
         self.fused_groups: list[dict[str, Any]] = [
             {
                 "params": [],
                 **{key: value for key, value in dense.defaults.items() if key in _EXPECTED},
                 "lr": rate,
-                "name": "fused" if len(fused) == 1 else f"fused_{rate}",
+                "name": "fused" if len(fused) == 1 and rates is None else f"fused_{key}",
             }
-            for rate in fused
+            for key, rate in zip(fused, first, strict=True)
         ]
         self._fused_optimizers = list(fused.values())
-        self._tables = [some(sorted((tables or {}).get(rate, ()))) for rate in fused]
+        self._tables = [some(sorted((tables or {}).get(key, ()))) for key in fused]
         self.defaults = dense.defaults
         self.first_rates = [float(group["lr"]) for group in self.param_groups]
         """The rate of each group before a scheduler sets it."""
-        self._rates = list(fused)  # of the fused groups when they were set last
+        self._rates = first  # of the fused groups when they were set last
         self.has_warned = False  # that fused tables take the dense part's rate
         # Instead of the base class's constructor, which makes groups and state.
         self.__setstate__({})
@@ -127,7 +130,7 @@ class DenseAndFused(Optimizer):
         """Load a result of `state_dict`; raise a ValueError if it has another number of parameter groups."""
         groups, num_dense = state_dict["param_groups"], len(self.dense.param_groups)
         if len(groups) != len(self.param_groups):
-            why = "Was it saved without combined_optimizer, or with other learning rates?"
+            why = "Was it saved without combined_optimizer, with other learning rates, or another rate_per_table?"
             if not self.fused_groups:
                 why = (
                     "This run has no fused tables, as under another strategy. To go on from the weights alone, load "
@@ -136,7 +139,7 @@ class DenseAndFused(Optimizer):
             raise ValueError(
                 f"the saved optimizer has {len(groups)} parameter groups, this optimizer has "
                 f"{num_dense} dense and {len(self.fused_groups)} fused groups (one for each learning rate of fused "
-                f"tables). {why}"
+                f"tables, with rate_per_table for each table). {why}"
             )
         self.dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})
         for group, saved in zip(self.fused_groups, groups[num_dense:], strict=True):
@@ -154,7 +157,9 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
     """Return an optimizer that steps like `dense` and also has the learning rates of `module`'s fused tables.
 
     For `configure_optimizers`: a scheduler of the result changes the rates of both. In every mode the fused update of
-    a batch uses the rate that the scheduler sets for that batch's step.
+    a batch uses the rate that the scheduler sets for that batch's step. Tables that begin at one rate share a group;
+    with `OverlapEmbeddingStrategy(rate_per_table=True)` each table has a group, named `fused_COLLECTION.TABLE`, in the
+    order of these names.
 
         def configure_optimizers(self):
             dense = torch.optim.Adam(p for _, p in in_backward_optimizer_filter(self.named_parameters()))
@@ -175,23 +180,31 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
             "combined_optimizer takes a torch.optim.Optimizer of the dense part, and adds the fused tables itself; got "
             f"{type(dense).__name__}."
         )
-    by_rate: dict[float, list[KeyedOptimizer]] = {}
-    tables: dict[float, set[str]] = {}
-    for name, sharded in sharded_modules(module).items():
+    optimizers: dict[Any, list[KeyedOptimizer]] = {}  # of a group
+    tables: dict[Any, set[str]] = {}
+    rates: dict[Any, float] = {}
+    modules = sharded_modules(module)
+    per_table = any(getattr(sharded, "rate_per_table", False) for sharded in modules.values())
+    for name, sharded in modules.items():
         trained: dict[str, Rule] | None = getattr(sharded, "trained_in_backward", None)
         if trained is None:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."
             )
+        alone = getattr(sharded, "rate_per_table", False)
+        # Keys of one kind, as they are sorted: numbers, or with `per_table` names, also for modules without it.
+        shared = {table: str(rule.rate) if per_table else rule.rate for table, rule in trained.items()}
+        group_of = {table: f"{name}.{table}" for table in trained} if alone else shared
         for table, rule in trained.items():
-            by_rate.setdefault(rule.rate, [])
-            tables.setdefault(rule.rate, set()).add(table)
+            optimizers.setdefault(group_of[table], [])
+            tables.setdefault(group_of[table], set()).add(table)
+            rates[group_of[table]] = rule.rate
         for _, optimizer in tables_of(sharded).fused_optimizer.optimizers:  # of the kernels on this rank
-            # All tables of a kernel have the same rate; frozen tables are not in `trained`.
+            # All tables of a kernel have the same group; frozen tables are not in `trained`.
             table = next(iter(optimizer.params)).split(".")[-2]
             if table in trained:
-                by_rate[trained[table].rate].append(optimizer)
-    return DenseAndFused(dense, dict(sorted(by_rate.items())), tables)
+                optimizers[group_of[table]].append(optimizer)
+    return DenseAndFused(dense, dict(sorted(optimizers.items())), tables, rates if per_table else None)
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -246,8 +246,17 @@ class ReplicaKernel(SharingKernel):
             optimizer.update(self.weights.data, gradient)
 
 
-def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Put replica kernels into the place of the dense ones of `modules`; `trained`: module -> table -> rule."""
+def make_replicas(
+    model: nn.Module,
+    modules: Iterable[str],
+    trained: Mapping[str, Mapping[str, Rule]],
+    *,
+    rate_per_table: bool = False,
+) -> None:
+    """Put replica kernels into the place of the dense ones of `modules`; `trained`: module -> table -> rule.
+
+    With `rate_per_table` each table has an optimizer of its own.
+    """
     for name in modules:
         module: Any = model.get_submodule(name)
         weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
@@ -260,16 +269,20 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
             for at, (tables, dense) in enumerate(kernels_in(lookup)):
                 assert isinstance(dense, DenseTableBatchedEmbeddingBagsCodegen)
                 optimizers = list(
-                    _optimizers([(trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in tables])
+                    _optimizers(
+                        [(trained[name][one.name], one.embedding_dim, *weights[one.name]) for one in tables],
+                        rate_per_table,
+                    )
                 )
                 replace_kernel(lookup.module, at, ReplicaKernel(dense, optimizers, ranks))
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in optimizers)
 
 
-def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]]) -> Iterator[ReplicaOptimizer]:
+def _optimizers(tables: list[tuple[Rule, int, str, nn.Parameter]], rate_per_table: bool) -> Iterator[ReplicaOptimizer]:
     """Yield an optimizer for each run of tables, (rule, width, name, weight), of the same rule and width."""
     start = 0
-    for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
+    alike = operator.itemgetter(0, 1, 2) if rate_per_table else operator.itemgetter(0, 1)
+    for (rule, *_), run in itertools.groupby(tables, key=alike):
         weights = {name: weight for _, _, name, weight in run}
         yield ReplicaOptimizer(rule, weights, start)
         for weight in weights.values():

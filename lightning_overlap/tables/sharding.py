@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -20,7 +21,7 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
-from ..compat.torch import forget_in_backward, own_arguments_in_backward
+from ..compat.torch import forget_in_backward, note_argument_in_backward, own_arguments_in_backward
 from ..compat.torchrec import forget_whole_weights, lookups_of
 from ..distributed import take_from_rank_zero
 from ..text import check_known, some
@@ -62,6 +63,7 @@ class ShardingOptions:
     local_world_size: int  # ranks on this host
     batch_size: int | None  # samples per batch and rank, None if unknown
     sends_buffers: bool  # whether DistributedDataParallel sends buffers of the dense part from rank 0
+    rate_per_table: bool = False  # whether each table has a kernel, and so a learning rate, of its own
     in_two_parts: bool  # whether `divide_in_two` divides a plan that is not the user's, if sent numbers share no scale
 
 
@@ -75,7 +77,12 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     This draws random numbers, more on some ranks than on others: the caller restores the generators.
     """
     tables, fused = find_tables(model), check_fused_optimizer(options.fused_optimizer)
-    _check_sharded_modules(model, options.sharding, fused, options.quantized_comms)
+    asked_for = {
+        "sharding": options.sharding,
+        "fused_optimizer": fused,
+        "rate_per_table": options.rate_per_table or None,
+    }
+    _check_sharded_modules(model, asked_for, options.quantized_comms)
     check_kernels_of_sharded(model, options.device)
     if tables:
         _refuse_pruning_and_shared_weights(model, tables)
@@ -84,11 +91,16 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
         planned = _plan(model, tables, fused, options)
         _apply_optimizers(planned, fused, options.device)
         trained = planned.rules()  # TorchRec renames the arguments that they are read from
+        if options.rate_per_table:
+            for table in planned.in_backward:
+                # Replicas have kernels of this package.
+                if table.parameter.requires_grad and table not in planned.replicas:
+                    note_argument_in_backward(table.parameter, USE_ONE_TBE_PER_TABLE, True)
         _shard(model, planned, options)
-        asked_for = {"sharding": options.sharding, "fused_optimizer": fused}
         _annotate(model, planned, trained, options.quantized_comms, asked_for)
         watch_tables(model)  # optimizers of replicas have the weights that it makes
-        make_replicas(model, {table.module for table in planned.replicas}, trained)
+        modules = {table.module for table in planned.replicas}
+        make_replicas(model, modules, trained, rate_per_table=options.rate_per_table)
     _watch(model)  # modules that the user has sharded, too
 
 
@@ -222,6 +234,7 @@ def _annotate(
         replicated = sorted(table.name for table in tables if table in planned.replicas)
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward = of_module
+        sharded.rate_per_table = bool(asked_for["rate_per_table"])
         sharded.frozen_tables = [table.name for table in tables if not table.parameter.requires_grad]
         sharded.quantized_comms = quantized_comms
         sharded.asked_for = asked_for
@@ -257,13 +270,11 @@ def _let_go(model: nn.Module, tables: list[Table]) -> None:
         forget_in_backward(table.parameter)
 
 
-def _check_sharded_modules(
-    model: nn.Module, sharding: Sharding, fused: tuple[Any, dict[str, Any]] | None, comms: QCommsConfig | None
-) -> None:
+def _check_sharded_modules(model: nn.Module, asked_for: Mapping[str, Any], comms: QCommsConfig | None) -> None:
     """Refuse modules that were sharded with other codecs, and warn of other options: they keep what they have."""
-    asked_for: dict[str, Any] = {"fused_optimizer": fused}
-    if isinstance(sharding, (str, Mapping)):  # planners and plans are hard to compare
-        asked_for["sharding"] = sharding
+    asked_for = dict(asked_for)
+    if not isinstance(asked_for["sharding"], (str, Mapping)):  # planners and plans are hard to compare
+        del asked_for["sharding"]
     for name, module in sharded_modules(model).items():
         own = getattr(module, "quantized_comms", None)
         if own != comms:

@@ -158,6 +158,7 @@ FORMS: dict[str, list[Form]] = {
         Form(1, "1"),
         Form(["item_table"], "[item_table]"),
     ],
+    "rate_per_table": [Form(True, "true"), Form(False, "false")],
     "release_features": [Form(True, "true"), Form(False, "false")],
     "copy_in_place": [Form(True, "true"), Form(False, "false")],
     "max_queued_steps": [Form(3, "3"), Form(1, "1"), Form(None, "null")],

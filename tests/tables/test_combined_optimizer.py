@@ -3,6 +3,7 @@
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_overlap.tables.combined_optimizer import DenseAndFused
 
 from ..checkpoint.resumes import StatefulBatches
 from ..sparse.update_rates import TWO_RATES, Scheduled, Unscheduled, collect_tables, factor
-from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, dense_optimizer
+from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, TableSpec, dense_optimizer, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
 from ..support.reference import Result, collect
@@ -248,3 +249,107 @@ def test_a_run_without_tables_is_named_as_the_reason() -> None:
 def test_refused_on_every_rank(two_ranks: Ranks, what: str, parts: list[str]) -> None:
     for message in two_ranks.run(refused, what):
         assert [part for part in parts if part not in message] == [], message
+
+
+PER_TABLE = Case(
+    "rate_per_table",
+    (
+        *(TableSpec(f"t{number}", (f"f{number}",), dim=8) for number in range(3)),
+        TableSpec("u0", ("f1", "f2"), collection="second"),
+        TableSpec("wide", ("w",), "column_wise", dim=16),
+        TableSpec("rows", ("r",), "row_wise"),
+    ),
+    optimizer=(torch.optim.SGD, {"lr": 0.5}),
+)
+"""Tables of one rate, whose kernels are shared without `rate_per_table`."""
+
+SPARSE = ("ebc.rows", "ebc.t0", "ebc.t1", "ebc.t2", "ebc.wide", "second.u0")  # in the order of the groups
+
+
+class RateOfEachTable(Scheduled):
+    """Each table trains in steps of its own, as under a schedule that freezes and unfreezes it."""
+
+    def configure_optimizers(self) -> Any:
+        dense = [*self.bottom.parameters(), *self.top.parameters()]
+        groups = [{"params": [weight_of(self, path)], "name": path} for path in SPARSE if self.unsharded]
+        optimizer: Any = torch.optim.SGD([{"params": dense}, *groups], 0.5)
+        if not self.unsharded:
+            optimizer = combined_optimizer(self, optimizer)
+        self.names = [group.get("name") for group in optimizer.param_groups]
+        rates = [lambda step: 1.0, *(partial(_rate_of_table, number) for number in range(len(SPARSE)))]
+        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, rates), "interval": "step"}]
+
+    unsharded = False
+
+
+def weight_of(module: Any, path: str) -> Tensor:
+    collection, table = path.split(".")
+    weight: Tensor = getattr(module, collection).embedding_bags[table].weight
+    return weight
+
+
+def _rate_of_table(number: int, step: int) -> float:
+    return (0.0, 1.0, 0.25)[(number + step // 2) % 3]
+
+
+def train_each_table(pipeline: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor], list[int]]:
+    """Return the names of the groups, the tables at the end, and the numbers of tables in the kernels."""
+    model = RateOfEachTable(PER_TABLE)
+    own = make_strategy(model, pipeline).sharding  # a plan
+    strategy = OverlapEmbeddingStrategy(pipeline, **{"sharding": own, **options}, rate_per_table=True)
+    make_trainer(strategy).fit(model, datamodule=Batches(PER_TABLE, 9))
+    found = {path: strategy.table(path) for path in SPARSE}
+    kernels = [len({*one.feature_table_map}) for name in ("ebc", "second") for one in tbes(getattr(model, name))]
+    return model.names, found, kernels
+
+
+def train_each_table_unsharded(num_ranks: int) -> dict[str, Tensor]:
+    """The same in one process without this package, with the mean of the gradients of all ranks' batches."""
+    model: Any = RateOfEachTable(PER_TABLE, fused_optimizer=False)
+    model.unsharded = True
+    [optimizer], [scheduled] = model.configure_optimizers()
+    for index in range(9):
+        optimizer.zero_grad()
+        for rank in range(num_ranks):
+            (model.training_step(make_batch(PER_TABLE, index, rank), index) / num_ranks).backward()
+        optimizer.step()
+        scheduled["scheduler"].step()
+    return {path: weight_of(model, path).detach() for path in SPARSE}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "options"),
+    [
+        ("fused_sparse_dist", {}),
+        ("split_backward", {"replicate_tables": ["t0", "t1"], "sharding": {"t2": "row_wise"}}),
+        ("base", {"sharding": "row_wise"}),
+    ],
+    ids=["fused_sparse_dist", "split_backward_replicas", "base_row_wise"],
+)
+def test_a_rate_for_each_table_trains_as_groups_of_the_unsharded_module(
+    ranks: Ranks, pipeline: str, options: dict[str, Any]
+) -> None:
+    each = ranks.run(train_each_table, pipeline, options)
+    expected = train_each_table_unsharded(ranks.world_size)
+    for names, found, kernels in each:
+        assert names == [None, *(f"fused_{path}" for path in SPARSE)]
+        assert set(kernels) <= {1}
+        for path, rows in found.items():
+            torch.testing.assert_close(rows, expected[path], rtol=1e-5, atol=1e-6)
+    start = Model(PER_TABLE)
+    assert all(not torch.equal(rows, weight_of(start, path)) for path, rows in expected.items())
+
+
+def test_tables_of_one_rate_share_a_group_unless_asked(get_ranks: Callable[..., Ranks]) -> None:
+    [(shared, alone)] = get_ranks(1).run(groups_with_and_without)
+    assert (shared, alone) == (["fused"], [f"fused_{path}" for path in SPARSE])
+
+
+def groups_with_and_without() -> tuple[list[str], list[str]]:
+    found = []
+    for rate_per_table in (False, True):
+        model = Unscheduled(PER_TABLE)
+        trainer = make_trainer(make_strategy(model, rate_per_table=rate_per_table))
+        trainer.fit(model, datamodule=Batches(PER_TABLE, 1))
+        found.append([group["name"] for group in trainer.optimizers[0].fused_groups])
+    return found[0], found[1]
