@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
-from ..tables import hands_out_rows, sharded_modules
+from ..tables import hands_out_rows, rate_setter, sharded_modules
 from ..text import message_without_secrets, some, without_secrets
 from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
@@ -39,6 +39,7 @@ from .parts import (
     rename_former_entries,
 )
 from .plain_state import take_plain_state
+from .rate_groups import match_rate_groups
 from .sharded_folder import (
     is_rank_zero,
     on_rank_zero,
@@ -220,6 +221,7 @@ def load_fused(
     Raises a RuntimeError if the state was saved from another model, or with another fused optimizer.
     """
     warned = take_plain_state(checkpoint, optimizers, schedulers, model, group)
+    match_rate_groups(checkpoint, optimizers, schedulers)
     num_schedulers = len(checkpoint.get("lr_schedulers", []))
     if num_schedulers > len(schedulers):  # Lightning drops the others without a word
         warn_on_rank_zero(
@@ -232,7 +234,8 @@ def load_fused(
         return
 
     def plan_and_fill() -> Loading:
-        loading = Loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), warned)
+        moves_rates = rate_setter(optimizers) is not None
+        loading = Loading(model, saved, checkpoint.get(FUSED_CLASSES, {}), warned, moves_rates=moves_rates)
         fill_from_whole(loading.pieces, saved)
         return loading
 

@@ -58,7 +58,7 @@ def take_plain_state(
         new_groups = [{**saved_groups[at], "params": names} for at, names in zip(kept, groups, strict=True)]
         for new_group in new_groups:
             new_group.pop("param_names", None)
-        factor = _schedule_factor([saved_groups[at] for at in kept])
+        factor = schedule_factor([saved_groups[at] for at in kept])
         for fused in fused_groups:
             # `LinearLR` and others multiply the last rate: from this run's first rate they never reach the right rate.
             is_scheduled = factor is not None and "initial_lr" in fused
@@ -88,7 +88,7 @@ def take_plain_state(
     return {name for names in unused.values() for name in names}
 
 
-def _schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float | None:
+def schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the factor by which a schedule has multiplied the rates of all these groups; None if they differ."""
     rates = [(group["lr"], group["initial_lr"]) for group in groups if group.get("initial_lr")]
     if not rates or len(rates) < len(groups):

@@ -617,14 +617,15 @@ def load_folder(
     weights_only: bool | None,
     strict: bool,
     with_optimizers: bool,
+    moves_rates: bool = False,
     averages: Callable[[], Mapping[str, Piece]] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint folder into a sharded module, in place; return Lightning's checkpoint. All ranks call this.
 
-    `with_optimizers` also loads the optimizer state of tables, and `averages` returns memory by name for averages of
-    weights; the names of those that were loaded are in the checkpoint's `AVERAGES`. Raises a DamagedError if a file is
-    not as it was saved, and a RuntimeError if the folder is of another model or another fused optimizer; tables may
-    have been written in part by then.
+    `with_optimizers` also loads the optimizer state of tables (`moves_rates`: as in `Loading`), and `averages` returns
+    memory by name for averages of weights; the names of those that were loaded are in the checkpoint's `AVERAGES`.
+    Raises a DamagedError if a file is not as it was saved, and a RuntimeError if the folder is of another model or
+    another fused optimizer; tables may have been written in part by then.
     """
     path = as_place(path)
 
@@ -642,7 +643,8 @@ def load_folder(
     state[MODEL] |= {key: torch.empty_like(state[MODEL][key]) for key in segments}
     loading = None
     if with_optimizers and "optimizer_states" in rest:
-        loading = together(partial(Loading, model, saved[FUSED], rest.get(FUSED_CLASSES, {})), group)
+        classes = rest.get(FUSED_CLASSES, {})
+        loading = together(partial(Loading, model, saved[FUSED], classes, moves_rates=moves_rates), group)
         state[FUSED], state[TABLE_OPTIMIZERS] = loading.pieces, empty_table_states(saved[TABLE_OPTIMIZERS], model)
     if averages is not None and (there := saved.get(AVERAGES)):
         state[AVERAGES] = {key: piece for key, piece in averages().items() if key in there}

@@ -6,6 +6,7 @@ row) is one per column shard, `....momentum1[:, 0:8]`, since the size of TorchRe
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from ..compat.fbgemm import lookup_counts, set_count
 from ..compat.torch import sharded_tensor
 from ..distributed import warn_on_rank_zero
-from ..tables import kernel_of, sharded_modules, table_modules
+from ..tables import Rule, frozen_tables, kernel_of, sharded_modules, table_modules
 from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor  # equal on all ranks that have it, or sharded
@@ -102,14 +103,30 @@ def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
 
 def fused_classes(model: nn.Module) -> dict[str, str]:
     """Return the weight's name -> class of the fused optimizer, of the tables of all ranks."""
+    return {weight: rule.name for weight, rule in rules_by_weight(model).items()}
+
+
+def rules_by_weight(model: nn.Module) -> dict[str, Rule]:
+    """Return the weight's name -> rule of the tables that a backward trains, of all ranks."""
     rules = {
         path: getattr(module, "trained_in_backward", None) or {} for path, module in sharded_modules(model).items()
     }
     return {
-        name: trained[table].name
+        name: trained[table]
         for name in table_weights(model)
         for path, trained in rules.items()
         if name.startswith(f"{path}.") and (table := name.split(".")[-2]) in trained
+    }
+
+
+def frozen_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights of tables that were frozen when the strategy sharded them."""
+    frozen = {path: frozen_tables(module) for path, module in sharded_modules(model).items()}
+    return {
+        name
+        for name in table_weights(model)
+        for path, tables in frozen.items()
+        if name.startswith(f"{path}.") and name.split(".")[-2] in tables
     }
 
 
@@ -119,20 +136,43 @@ class Loading:
     Row-wise state of other column shards is averaged, weighted by the number of common columns. RowWiseAdagrad's state
     sums mean squares of gradients: for the same gradients the average equals the state of the whole row.
 
-    `classes` are the saved `fused_classes`, `warned` the tables about whose state the user has been warned.
+    The state of a table that is frozen now is not needed. One that was frozen has a rate of 0 and no state: it begins
+    with this run's rate and a new state. Both are said.
+
+    `classes` are the saved `fused_classes`, `warned` the tables about whose state the user has been warned;
+    `moves_rates`: a combined optimizer sets the rates.
     """
 
     def __init__(
-        self, model: nn.Module, saved: Iterable[str], classes: Mapping[str, str], warned: Collection[str] = ()
+        self,
+        model: nn.Module,
+        saved: Iterable[str],
+        classes: Mapping[str, str],
+        warned: Collection[str] = (),
+        *,
+        moves_rates: bool = False,
     ) -> None:
         self.pieces: dict[str, Piece] = {}  # to fill before `finish`; by their saved names
-        self._model = model
+        self._model, self._moves_rates = model, moves_rates
         self._averages: list[tuple[Piece, dict[str, int]]] = []
         keys = set(map(StateKey.parse, saved))
         kinds = kinds_by_weight(keys)
-        mine = fused_state(model)
+        self._frozen = frozen_weights(model)
+        self._rules = rules_by_weight(model)
+        # What of the tables that are trained now was saved without a class of fused optimizer, and without its state;
+        # `finish` sees whether the rate is 0.
+        self._perhaps_frozen = {
+            weight
+            for weight in self._rules.keys() - classes.keys()
+            if StateKey(weight, LR) in keys and not kinds[weight]
+        }
+        mine = {
+            key: piece
+            for key, piece in fused_state(model).items()
+            if key.weight not in self._frozen or key.kind == ITERATION
+        }
         for weight, wanted in kinds_by_weight(mine).items():
-            if kinds.get(weight, wanted) != wanted:
+            if kinds.get(weight, wanted) != wanted and weight not in self._frozen | self._perhaps_frozen:
                 there, here = (some(sorted(of_weight)) or "no state" for of_weight in (kinds[weight], wanted))
                 was, now = classes.get(weight), fused_classes(model).get(weight)
                 known = f" (saved with {was}, this run has {now})" if was and now else ""
@@ -153,6 +193,15 @@ class Loading:
                 self._averages.append((piece, sources))
                 if len(sources) > 1:
                     averaged.add(key.weight)
+        if self._perhaps_frozen:  # every rank has to know all of the rates
+            for weight in self._rules:
+                if (key := StateKey(weight, LR)) in keys:
+                    self.pieces.setdefault(str(key), torch.zeros(1, dtype=torch.float64))
+        if frozen := some(sorted(weight for weight in self._frozen & classes.keys() if weight in kinds)):
+            warn_on_rank_zero(
+                f"{frozen}: trained in the checkpoint's run and frozen now (requires_grad=False). The weights are "
+                "loaded; the fused optimizer's state is not needed, and the next checkpoint is without it."
+            )
         _warn_of_states_left_out(model, set(kinds), averaged, set(warned))
 
     def finish(self) -> None:
@@ -162,7 +211,10 @@ class Loading:
             for rows, shard in local_parts(piece):
                 parts = [self.pieces[source][rows].double() * (share / total) for source, share in sources.items()]
                 shard.copy_(torch.stack(parts).sum(0))
+        unfrozen = self._unfrozen()
         for weight, fused, kernel in fused_kernels(self._model):
+            if weight in unfrozen:
+                continue
             numbers = [self.pieces.get(f"{weight}.{kind}") for kind in KERNEL_KINDS]
             iteration, lr, applied_lr = (None if number is None else number.item() for number in numbers)
             if iteration is not None:
@@ -171,6 +223,64 @@ class Loading:
                 kernel.set_learning_rate(applied_lr)
                 for group in fused.param_groups:
                     group["lr"] = lr
+        self._begin_anew(unfrozen)
+
+    def _unfrozen(self) -> set[str]:
+        """Return the tables that were frozen in the saved run and are trained now; raise a RuntimeError as below."""
+        unfrozen = {weight for weight in self._perhaps_frozen if not self._saved_rate(weight)}
+        for weight in sorted(unfrozen):
+            rule = self._rules[weight]
+            module = weight.rpartition(".")[0].rpartition(".")[0]
+            # Tables of one rule may share a kernel, which has one rate.
+            peers = [
+                other
+                for other, own in self._rules.items()
+                if own == rule and other not in unfrozen and other.startswith(f"{module}.")
+            ]
+            other = next((one for one in sorted(peers) if self._differs(self._saved_rate(one), rule.rate)), None)
+            if other is not None and not self._moves_rates:
+                raise RuntimeError(
+                    f"{weight} was frozen in the checkpoint's run, and this run's rate for it is {rule.rate:g}. "
+                    f"{other}, of the same fused optimizer, goes on at the checkpoint's rate of "
+                    f"{self._saved_rate(other):g}; tables of one fused optimizer have one rate. Give both the "
+                    f"checkpoint's rate (lr={self._saved_rate(other):g}), or {weight} an optimizer of its own: "
+                    "apply_optimizer_in_backward with another lr."
+                )
+        return unfrozen
+
+    @staticmethod
+    def _differs(saved: float | None, rate: float) -> bool:
+        return saved is not None and not math.isclose(saved, rate, rel_tol=1e-6)  # kernels have it in float32
+
+    def _saved_rate(self, weight: str) -> float | None:
+        rate = self.pieces.get(str(StateKey(weight, LR)))
+        return None if rate is None else float(rate.item())
+
+    def _begin_anew(self, unfrozen: set[str]) -> None:
+        """Give tables that were frozen this run's rates and new states."""
+        if not unfrozen:
+            return
+        for key, piece in fused_state(self._model).items():
+            for _, part in local_parts(piece) if key.weight in unfrozen else ():
+                part.zero_()
+        kernels: dict[int, list[tuple[str, Any, Any]]] = {}
+        for found in fused_kernels(self._model):
+            kernels.setdefault(id(found[2]), []).append(found)
+        for of_kernel in kernels.values():
+            if all(weight in unfrozen for weight, _, _ in of_kernel):
+                weight, fused, kernel = of_kernel[0]
+                set_count(kernel, 0)
+                kernel.set_learning_rate(self._rules[weight].rate)
+                for group in fused.param_groups:
+                    group["lr"] = self._rules[weight].rate
+        said = some(
+            f"{weight} ({self._rules[weight].name}, lr {self._rules[weight].rate:g})" for weight in sorted(unfrozen)
+        )
+        moved = " The scheduler of combined_optimizer moves it." if self._moves_rates else ""
+        warn_on_rank_zero(
+            f"{said}: frozen in the checkpoint's run (requires_grad=False) and trained now. The rate is that of this "
+            f"run's configuration, and the fused optimizer's state begins as new.{moved}"
+        )
 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:

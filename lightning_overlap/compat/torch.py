@@ -263,16 +263,13 @@ def note_in_backward(parameter: Tensor, applied: AppliedOptimizer) -> None:
     )
 
 
-def own_arguments_in_backward(parameter: Tensor) -> None:
-    """Copy the arguments that are noted: parameters may share them, and TorchRec writes its kind of optimizer there."""
-    vars(parameter)["_optimizer_kwargs"] = list(map(dict, vars(parameter)["_optimizer_kwargs"]))
+def tell_in_backward(parameter: Tensor, arguments: Mapping[str, Any]) -> None:
+    """Note other arguments of the optimizer that is noted, in a dict of the parameter's own.
 
-
-def note_argument_in_backward(parameter: Tensor, name: str, value: Any) -> None:
-    """Add an argument to those that are noted for an optimizer."""
-    own_arguments_in_backward(parameter)
-    for arguments in vars(parameter)["_optimizer_kwargs"]:
-        arguments[name] = value
+    TorchRec hands them on to the kernel, and writes its kind of optimizer there. Parameters may share what was noted.
+    """
+    _, *further = vars(parameter)["_optimizer_kwargs"]  # TorchRec refuses several
+    vars(parameter)["_optimizer_kwargs"] = [dict(arguments), *further]
 
 
 def apply_in_backward(parameter: Tensor, applied: AppliedOptimizer) -> None:

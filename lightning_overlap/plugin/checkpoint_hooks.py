@@ -33,7 +33,7 @@ from ..checkpoint import (
 )
 from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
-from ..tables import hands_out_rows, has_tables, processor_buffers
+from ..tables import hands_out_rows, has_tables, processor_buffers, rate_setter
 from ..text import some, without_secrets
 from . import checkpoint_links, first_words, found_checkpoints, mid_step
 from .loops import METRICS
@@ -368,6 +368,7 @@ class SavesShards(HasRun):
                 checkpoints.load_folder,
                 weights_only=weights_only,
                 with_optimizers=self._fits,
+                moves_rates=self._fits and rate_setter(self.optimizers) is not None,
                 averages=None if self.averages is None else self.averages.memory,
             )
             checkpoint = load(checkpoint, self._module, self.checkpoint_group, strict=self._module.strict_loading)

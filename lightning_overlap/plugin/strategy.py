@@ -37,7 +37,7 @@ from ..schedules import (
 )
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OutOfRangeIds, QuantizedComms, ReplicateTables, Sharding
-from ..text import check_known
+from ..text import check_known, some
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from ..versions import check_names
 from . import checkpoint_links, first_words, found_checkpoints, unsupported
@@ -221,6 +221,8 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             warn_on_rank_zero(
                 "balance has no effect: the module has no TorchRec tables, so it trains as with DDPStrategy."
             )
+        if not tables.has_tables(self.model):
+            self._warn_of_options_of_tables()
         super().setup(trainer)
         if fits and self.nonfinite is not None:
             consensus = None if self._run is None else self._consensus
@@ -243,6 +245,19 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             if self.global_rank == 0 and (one.name, one.message) not in self._warned:
                 self._warned.add((one.name, one.message))
                 warnings.warn(one.message, stacklevel=2)
+
+    def _warn_of_options_of_tables(self) -> None:
+        """Say once which options nothing takes, as the module has no tables."""
+        ignored = tables.options_of_tables(
+            self.sharding, self.fused_optimizer, self.replicate_tables, self.rate_per_table
+        )
+        others = ("quantized_comms", "checkpoint_format", "async_checkpoint")
+        ignored += [f"{name}=" for name in others if getattr(self, name)]
+        ignored += ["release_features="] if self._release_features else []
+        message = f"{some(ignored, 9)} of the strategy has no effect: the module has no TorchRec tables. Leave it out."
+        if ignored and ("", message) not in self._warned:
+            self._warned.add(("", message))
+            warn_on_rank_zero(message)
 
     def _begin_run(self, trainer: Trainer, model: nn.Module, fits: bool) -> None:
         unsupported.refuse_device(self.root_device)
@@ -309,11 +324,18 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                 splits=whole is None,
                 per_step=run.trainer.accumulate_grad_batches,
             )
+        of_kernels: dict[str, str] = {}
+        if tables.sharded_by_user(module) or tables.trains_itself(module):
+            for theirs in self.gather(tables.kernel_optimizers(module)):
+                of_kernels |= theirs
         if is_first:
-            first_words.tell("\n  ".join(self._first_lines(sparse, whole)))
+            first_words.tell("\n  ".join(self._first_lines(sparse, whole, of_kernels)))
 
-    def _first_lines(self, sparse: SparsePipeline, whole: str | None) -> list[str]:
-        """Return what the log says as a fit begins; `whole`: why its backward cannot be split."""
+    def _first_lines(self, sparse: SparsePipeline, whole: str | None, of_kernels: dict[str, str]) -> list[str]:
+        """Return what the log says as a fit begins; `whole`: why its backward cannot be split.
+
+        `of_kernels` has what trains the tables that the strategy has given no fused optimizer.
+        """
         mode = first_words.of_mode(self._mode) if self._tuner is None else self._tuner.first_words
         if self.schedule.splits_backward and whole is not None:
             mode += f" (the backward runs whole: {whole})"
@@ -322,7 +344,8 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         moved = any(getattr(one.optimizer, "fused_groups", None) for one in schedulers)  # of combined_optimizer
         return [
             f"lightning_overlap: {mode}, stream {self.stream}, {ranks}",
-            *tables.table_lines(self._module, self.optimizers, scheduled=bool(schedulers), moved=moved),
+            *tables.table_lines(self._module, self.optimizers, of_kernels, scheduled=bool(schedulers), moved=moved),
+            *tables.dense_lines(self.optimizers),
             *[f"{name} runs unpipelined: {reason}" for name, reason in sparse.unpipelined.items()],
         ]
 

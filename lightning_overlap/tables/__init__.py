@@ -1,9 +1,10 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
 from .batch_sizes import no_samples, refuse_other_batch_sizes, refuse_several_kernels, several_kernels
-from .combined_optimizer import combined_optimizer, optimizer_name, rate_setter
-from .frozen import frozen_parts, frozen_sent_parts, parts_trained_here
+from .combined_optimizer import TABLES, DenseAndFused, combined_optimizer, optimizer_name, rate_setter
+from .frozen import frozen_parts, frozen_sent_parts, frozen_tables, parts_trained_here, trains_itself
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids, take_row_0_for_ids_outside
+from .ignored_options import options_of_tables, sharded_by_user
 from .kernel_checks import refuse_reset_rows
 from .ledger import TRAINED, Ledger, OtherWeights, Request, ledger_of, next_version, version_in
 from .names import by_config, table_by_name, takes_weights, without_graph
@@ -56,6 +57,8 @@ from .shards import (
     KernelShards,
     TableShard,
     check_assigned_rows,
+    dense_lines,
+    kernel_optimizers,
     kernel_shards,
     table_lines,
     table_names,
@@ -79,7 +82,7 @@ from .supported_modules import (
     tables_of,
     why_never_early,
 )
-from .table import apply_table_optimizers, find_tables, has_tables, table_optimizers, training_sharders
+from .table import Rule, apply_table_optimizers, find_tables, has_tables, table_optimizers, training_sharders
 from .write_counts import (
     SentInput,
     answer_tensors,

@@ -18,6 +18,8 @@ from .table import Rule
 
 _EXPECTED = ("momentum", "betas", "weight_decay")  # schedulers (cycled momentum) and monitors expect them in each group
 
+TABLES = "tables"  # entry of a fused group
+
 
 @never_compile_methods
 class DenseAndFused(Optimizer):
@@ -25,8 +27,9 @@ class DenseAndFused(Optimizer):
 
     `fused` has initial learning rate -> this rank's fused optimizers, none for rates of other ranks' tables: all ranks
     have the same groups. The fused groups come last, without parameters, since the backward updates the tables.
-    `tables` has the names of the tables by rate, for messages. With `rates` each table has a group: it has table ->
-    initial learning rate, and the keys of `fused` and `tables` are tables.
+    `tables` has the full names of the tables by rate, for messages and for checkpoints: a group keeps them as TABLES.
+    With `rates` each table has a group: it has table -> initial learning rate, and the keys of `fused` and `tables` are
+    tables.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class DenseAndFused(Optimizer):
         tables: Mapping[Any, Iterable[str]] | None = None,
         rates: Mapping[str, float] | None = None,
     ) -> None:
-        self.dense = dense
+        self.dense, tables = dense, tables or {}
         first = [float(key if rates is None else rates[key]) for key in fused]
         self.fused_groups: list[dict[str, Any]] = [
             {
@@ -44,11 +47,12 @@ class DenseAndFused(Optimizer):
                 **{key: value for key, value in dense.defaults.items() if key in _EXPECTED},
                 "lr": rate,
                 "name": "fused" if len(fused) == 1 and rates is None else f"fused_{key}",
+                TABLES: sorted(tables.get(key, ())),
             }
             for key, rate in zip(fused, first, strict=True)
         ]
         self._fused_optimizers = list(fused.values())
-        self._tables = [some(sorted((tables or {}).get(key, ()))) for key in fused]
+        self._tables = [some(name.rpartition(".")[2] for name in group[TABLES]) for group in self.fused_groups]
         self.defaults = dense.defaults
         self.first_rates = [float(group["lr"]) for group in self.param_groups]
         """The rate of each group before a scheduler sets it."""
@@ -143,7 +147,7 @@ class DenseAndFused(Optimizer):
             )
         self.dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})
         for group, saved in zip(self.fused_groups, groups[num_dense:], strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "name")})
+            group.update({key: value for key, value in saved.items() if key not in ("params", "name", TABLES)})
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self)
@@ -197,7 +201,7 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
         group_of = {table: f"{name}.{table}" for table in trained} if alone else shared
         for table, rule in trained.items():
             optimizers.setdefault(group_of[table], [])
-            tables.setdefault(group_of[table], set()).add(table)
+            tables.setdefault(group_of[table], set()).add(f"{name}.{table}")
             rates[group_of[table]] = rule.rate
         for _, optimizer in tables_of(sharded).fused_optimizer.optimizers:  # of the kernels on this rank
             # All tables of a kernel have the same group; frozen tables are not in `trained`.

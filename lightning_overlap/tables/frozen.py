@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.fused_embeddingbag import ShardedFusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..compat.torch import never_compiled
@@ -45,6 +46,19 @@ def leave_out_frozen(module: nn.Module) -> None:
             lookup.register_forward_hook(_detached)
         elif not is_frozen and kernels and len(without) == len(kernels):
             lookup.register_forward_hook(_EndsAt(without[0]))
+
+
+def frozen_tables(module: Any) -> Collection[str]:
+    """Return the tables of a sharded module that were frozen when the strategy sharded it; alike on all ranks.
+
+    A FusedEmbeddingBagCollection trains its tables whatever `requires_grad` says.
+    """
+    return () if isinstance(module, ShardedFusedEmbeddingBagCollection) else getattr(module, "frozen_tables", ())
+
+
+def trains_itself(model: nn.Module) -> bool:
+    """Whether a model has sharded collections that were made with a fused optimizer; alike on all ranks."""
+    return any(isinstance(module, ShardedFusedEmbeddingBagCollection) for module in model.modules())
 
 
 @read_once

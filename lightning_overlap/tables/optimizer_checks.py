@@ -9,15 +9,23 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from ..compat.torch import AppliedOptimizer
 from ..text import some, unknown_name_message
 from .combined_optimizer import DenseAndFused
+from .fused_arguments import (
+    KERNEL_ARGUMENTS,
+    ONLY_BY_GRADIENTS,
+    kernel_arguments,
+    kind_of,
+    refused_keywords,
+    with_defaults,
+)
 from .supported_modules import DATA_PARALLEL, holds_sequences, sharded_modules, table_modules
-from .table import KERNEL_ARGUMENTS, NAME_BEFORE, ONLY_BY_GRADIENTS, Rule, Table, kind_of
+from .table import NAME_BEFORE, Rule, Table
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -27,8 +35,6 @@ FusedOptimizer: TypeAlias = (
 
 CPU_FUSED_OPTIMIZERS = ONLY_BY_GRADIENTS
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
-_UNUSED = {EmbOptimType.EXACT_SGD: ("momentum", "weight_decay"), EmbOptimType.EXACT_ADAGRAD: ("weight_decay",)}
-"""Arguments that FBGEMM 1.8 takes for every optimizer and that the kernels of these do not read (`lookup_sgd.py`)."""
 
 _OF_FROZEN = 5e-324  # the smallest number there is: nobody gives SGD this `eps`, which it does not use
 
@@ -45,7 +51,10 @@ _KEYWORDS_OF_UPDATES = (
 
 
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
-    """Return `(class, kwargs)` of the strategy's argument, or None for None; raise a TypeError for others."""
+    """Return `(class, kwargs)` of the strategy's argument, with the class's defaults; raise a TypeError for others.
+
+    None stays None.
+    """
     cls: Any
     kwargs: Any
     match fused_optimizer:
@@ -73,7 +82,7 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
         cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as err:
         raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
-    return cls, dict(kwargs)
+    return cls, with_defaults(cls, kwargs)
 
 
 def _unknown_keyword(cls: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> str | None:
@@ -271,22 +280,26 @@ def apply_fused_optimizer(
     missing = [t for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None]
     if missing and fused is None:
         raise ValueError(_without_fused_optimizer(missing, in_backward, device))
-    for table in in_backward:
-        if not table.parameter.requires_grad:
-            if table.fused_optimizer is not None:
-                raise ValueError(
-                    f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would "
-                    "train it. Leave one of them out."
-                )
+    optimizers = [table.fused_optimizer or fused for table in in_backward]
+    for table, optimizer in zip(in_backward, optimizers, strict=True):
+        if table.parameter.requires_grad:
+            assert optimizer is not None
+            _check_can_fuse(table, optimizer, fused, device, in_backward)
+        elif table.fused_optimizer is not None:
+            raise ValueError(
+                f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would "
+                "train it. Leave one of them out."
+            )
+    for table, optimizer in zip(in_backward, optimizers, strict=True):
+        if table.parameter.requires_grad:
+            assert optimizer is not None
+            table.fuse(optimizer[0], kernel_arguments(*optimizer))
+        else:
             table.parameter.requires_grad_(True)
             # The fused kernel updates whatever it is given, so at a rate of 0. TorchRec puts tables of equal arguments
             # into one kernel: a number that SGD does not use keeps this one apart from tables whose rate begins at 0.
-            table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "eps": _OF_FROZEN})
+            table.fuse(torch.optim.SGD, {"lr": 0.0, "eps": _OF_FROZEN})
             table.parameter.requires_grad_(False)
-        elif fused is not None:
-            table.apply_fused_optimizer(*fused)
-    for table in (one for one in in_backward if one.parameter.requires_grad):
-        _check_can_fuse(table, device, in_backward)
 
 
 def _without_fused_optimizer(missing: list[Table], in_backward: list[Table], device: torch.device) -> str:
@@ -327,9 +340,15 @@ def _way_to_dense_optimizer(tables: list[Table], in_backward: list[Table], devic
     )
 
 
-def _check_can_fuse(table: Table, device: torch.device, tables: list[Table]) -> None:
-    assert table.fused_optimizer is not None
-    optimizer_class, kwargs = table.fused_optimizer
+def _check_can_fuse(
+    table: Table,
+    optimizer: AppliedOptimizer,
+    of_strategy: AppliedOptimizer | None,
+    device: torch.device,
+    tables: list[Table],
+) -> None:
+    """Raise a ValueError if FBGEMM cannot train a table by `optimizer`; tables without one get that `of_strategy`."""
+    optimizer_class, kwargs = optimizer
     kind = kind_of(optimizer_class)
     if kind is None:
         raise ValueError(
@@ -345,20 +364,18 @@ def _check_can_fuse(table: Table, device: torch.device, tables: list[Table]) -> 
         )
     if unknown := _unknown_keyword(optimizer_class, kwargs):
         raise ValueError(f"table {table.path}: {unknown}")
-    unused = _UNUSED.get(kind, ())
-    if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD and (device.type == "cpu" or not kwargs.get("weight_decay_mode")):
-        unused = ("weight_decay",)
-    refused = inspect.signature(optimizer_class).parameters.keys() - KERNEL_ARGUMENTS.keys() - {"lr"}
-    lost = [f"{name}={value!r}" for name, value in kwargs.items() if name in refused or (value and name in unused)]
-    if lost:
-        alike = [one for one in tables if one is table or one.fused_optimizer == table.fused_optimizer]
+    if ways := refused_keywords(optimizer_class, kwargs, on_cpu=device.type == "cpu"):
+        alike = [one for one in tables if one is table or (one.fused_optimizer or of_strategy) == optimizer]
         whole = _way_to_dense_optimizer(alike, tables, device)
-        here = " on a CPU" if device.type == "cpu" and kwargs.get("weight_decay_mode") else ""
+        on_cuda = refused_keywords(optimizer_class, kwargs, on_cpu=False)
+        here = " on a CPU" if ways.keys() > on_cuda.keys() else ""
+        lost = ", ".join(f"{name}={kwargs[name]!r}" for name in ways)
         others = some(one.path for one in alike if one is not table)
+        more = " ".join(["", *filter(None, ways.values())])
         raise ValueError(
-            f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {', '.join(lost)}{here}; the table "
-            f"would be trained without{others and f', and {others} as well'}. Leave it out, or take another "
-            f"optimizer.{whole}"
+            f"table {table.path}: FBGEMM's fused {optimizer_class.__name__} has no {lost}{here}; the table would be "
+            f"trained without{others and f', and {others} as well'}. Leave it out, or take another "
+            f"optimizer.{more}{whole}"
         )
 
 

@@ -22,8 +22,9 @@ from ..compat.fbgemm import SharingKernel
 from ..compat.torch import call_after_backward, mark_in_backward, never_compiled
 from ..compat.torchrec import group_of, kernels_in, lookups_of, replace_kernel
 from ..text import check_known, some
+from .fused_arguments import KERNEL_EPS, ONLY_BY_GRADIENTS, kind_of
 from .supported_modules import DATA_PARALLEL, table_modules
-from .table import KERNEL_EPS, ONLY_BY_GRADIENTS, Rule, Table, kind_of
+from .table import Rule, Table
 
 ReplicateTables: TypeAlias = bool | int | Sequence[str] | None
 """A number n for tables with fewer than n rows (False or 0: none), table names, or None: n is a rank's batch size."""

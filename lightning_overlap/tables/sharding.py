@@ -21,11 +21,12 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
-from ..compat.torch import forget_in_backward, note_argument_in_backward, own_arguments_in_backward
+from ..compat.torch import applied_in_backward, forget_in_backward, tell_in_backward
 from ..compat.torchrec import forget_whole_weights, lookups_of
 from ..distributed import take_from_rank_zero
 from ..text import check_known, some
 from .frozen import leave_out_frozen
+from .ignored_options import options_of_tables, refuse_ignored_options, warn_of_unused_optimizer
 from .kernel_checks import check_kernels, check_kernels_of_sharded
 from .left_behind import leave_shards_behind
 from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
@@ -77,6 +78,8 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     This draws random numbers, more on some ranks than on others: the caller restores the generators.
     """
     tables, fused = find_tables(model), check_fused_optimizer(options.fused_optimizer)
+    given = options_of_tables(options.sharding, fused, options.replicate_tables, options.rate_per_table)
+    refuse_ignored_options(model, tables, given)
     asked_for = {
         "sharding": options.sharding,
         "fused_optimizer": fused,
@@ -95,7 +98,7 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
             for table in planned.in_backward:
                 # Replicas have kernels of this package.
                 if table.parameter.requires_grad and table not in planned.replicas:
-                    note_argument_in_backward(table.parameter, USE_ONE_TBE_PER_TABLE, True)
+                    _give_own_kernel(table)
         _shard(model, planned, options)
         _annotate(model, planned, trained, options.quantized_comms, asked_for)
         watch_tables(model)  # optimizers of replicas have the weights that it makes
@@ -180,12 +183,20 @@ def _plan(
 
 def _apply_optimizers(planned: _Planned, fused: tuple[Any, dict[str, Any]] | None, device: torch.device) -> None:
     """Apply the fused optimizer to tables without one, and warn of tables that the dense optimizer has to train."""
-    for table in planned.tables:  # TorchRec writes its kind of optimizer into the arguments, which tables may share
-        if table.fused_optimizer is not None:
-            own_arguments_in_backward(table.parameter)
+    if fused is not None:
+        warn_of_unused_optimizer(planned.tables, planned.in_backward, fused)
     apply_fused_optimizer(planned.in_backward, fused, device)
+    for table in planned.dense:  # TorchRec writes its kind of optimizer into the arguments, which tables may share
+        if table.fused_optimizer is not None:
+            tell_in_backward(table.parameter, table.fused_optimizer[1])
     if dist.get_rank() == 0:
         warn_of_dense_tables(planned.dense)
+
+
+def _give_own_kernel(table: Table) -> None:
+    applied = applied_in_backward(table.parameter)
+    assert applied is not None
+    tell_in_backward(table.parameter, {**applied[1], USE_ONE_TBE_PER_TABLE: True})
 
 
 def _shard(model: nn.Module, planned: _Planned, options: ShardingOptions) -> None:

@@ -16,7 +16,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..compat.torchrec import group_of, kernels_in, lookups_of
 from ..text import some
-from .combined_optimizer import optimizer_name
+from .combined_optimizer import DenseAndFused, optimizer_name
+from .frozen import frozen_tables
+from .ignored_options import sharded_by_user
 from .replicas import ReplicaKernel
 from .supported_modules import DATA_PARALLEL, DENSE, sharded_modules, spec_of, table_modules, tables_of
 from .table import Rule
@@ -137,10 +139,34 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
     return shards
 
 
-def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
-    """Return a log line by module, sharding and optimizer; `moved`: a scheduler changes the rates of fused tables."""
+def kernel_optimizers(model: nn.Module) -> dict[str, str]:
+    """Return module.table -> optimizer and rate of a kernel of this rank, of tables without a known fused optimizer."""
+    found: dict[str, str] = {}
+    for name, module in sharded_modules(model).items():
+        if spec_of(module) is None:
+            continue
+        known = getattr(module, "trained_in_backward", None) or {}
+        for tables, kernel in (one for lookup in lookups_of(tables_of(module)) for one in kernels_in(lookup)):
+            if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+                trainer = f"{kernel.optimizer.name} of its kernel, lr {kernel.get_learning_rate():g}"
+                found |= {f"{name}.{table.name}": trainer for table in tables if table.name not in known}
+    return found
+
+
+def table_lines(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    of_kernels: Mapping[str, str],
+    *,
+    scheduled: bool,
+    moved: bool,
+) -> list[str]:
+    """Return a log line by module, sharding and optimizer; `moved`: a scheduler changes the rates of fused tables.
+
+    `of_kernels` has the `kernel_optimizers` of all ranks.
+    """
     owner_of = {id(p): optimizer_name(one) for one in optimizers for group in one.param_groups for p in group["params"]}
-    lines = []
+    lines, users = [], sharded_by_user(model)
     for name, module in sharded_modules(model).items():
         collection = module if spec_of(module) is None else tables_of(module)
         plan: Mapping[str, Any] = getattr(collection, "module_sharding_plan", None) or {}
@@ -151,7 +177,7 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
             is_second = table in getattr(module, "second_part", ())
             kind = "table_wise, second part" if is_second else parameter.sharding_type
             trainer = "nothing (requires_grad=False)"
-            if table in getattr(module, "frozen_tables", ()):
+            if table in frozen_tables(module):
                 pass
             elif owner := owner_of.get(id(weights.get(table))):
                 trainer = f"{owner} of configure_optimizers"
@@ -160,8 +186,21 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
                 constant = "constant: the scheduler does not move it (see combined_optimizer)"
                 how = f", {'moved by the scheduler' if moved else constant}" if scheduled else ""
                 trainer = f"{rule.name} in the backward, lr {rule.rate:g}{how}"
-            elif fused is None and parameter.compute_kernel != DENSE:
-                trainer = "the optimizer of its kernel"
+            elif not (fused and table in fused) and parameter.compute_kernel != DENSE:
+                trainer = of_kernels.get(f"{name}.{table}", "the optimizer of its kernel")
             alike.setdefault((kind, trainer), []).append(table)
         lines += [f"{name}: {some(same, 3)}: {kind}, trained by {trainer}" for (kind, trainer), same in alike.items()]
+        if name in users:
+            lines.append(f"{name}: sharded by {users[name]}: no option of the strategy for tables has an effect on it")
+    return lines
+
+
+def dense_lines(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return a log line for each optimizer of `configure_optimizers`, with the rates of its groups."""
+    lines = []
+    for one in optimizers:
+        groups = (one.dense if isinstance(one, DenseAndFused) else one).param_groups
+        # On CUDA the host would wait for a rate that is a tensor.
+        rates = [group["lr"] for group in groups if not getattr(group["lr"], "is_cuda", False)]
+        lines.append(f"dense part: trained by {optimizer_name(one)}, lr {some(f'{float(rate):g}' for rate in rates)}")
     return lines

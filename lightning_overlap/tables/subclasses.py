@@ -9,6 +9,7 @@ from torchrec.distributed.types import ShardedModule, ShardingPlan
 
 from ..compat.torch import compiled_modules
 from ..text import some, unknown_name_message
+from .ignored_options import WAY_OUT, sharded_by_user
 from .replicas import ReplicateTables
 from .sharding import Sharding
 from .supported_modules import outermost, sharded_modules
@@ -106,6 +107,14 @@ def check_named_tables(model: nn.Module, sharding: Sharding, replicate_tables: R
         _check_plan(model, sharding, sharded)
     known = [*dict.fromkeys(table for tables in sharded.values() for table in tables)]
     left = {table: one.message for one in collections_left_whole(model) for table in one.tables}
+    users = {
+        table: f"It is a table of {shown}, which is sharded already. {WAY_OUT}, or leave its name out."
+        for name, shown in sharded_by_user(model).items()
+        for table in sharded[name]
+    }
+    of_strategy = {table for name, tables in sharded.items() if name not in sharded_by_user(model) for table in tables}
+    known = [table for table in known if table in of_strategy]
+    left = users | left
     for option, given in {"sharding": sharding, "replicate_tables": replicate_tables}.items():
         # A string is a sharding type; TypeErrors of other wrong arguments were raised before.
         names = given if isinstance(given, (Mapping, Sequence)) and not isinstance(given, str) else ()

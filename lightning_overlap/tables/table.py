@@ -1,39 +1,23 @@
 """The tables of a model before it is sharded."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 
-from ..compat.torch import AppliedOptimizer, applied_in_backward, apply_in_backward, note_in_backward
+from ..compat.torch import AppliedOptimizer, applied_in_backward, apply_in_backward, note_in_backward, tell_in_backward
+from .fused_arguments import KERNEL_EPS, KERNEL_RATE, ONLY_BY_GRADIENTS, kind_of, with_defaults
 from .supported_modules import outermost, sharded_modules
 
-KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
-KERNEL_RATE, KERNEL_EPS = (float(KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
-
 NAME_BEFORE = "name_before_sharding"  # attribute of a parameter that sharding has replaced: its name in the model
-
-
-ONLY_BY_GRADIENTS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-"""Optimizers that, without weight decay and momentum, change nothing where the gradient is zero."""
-
-
-def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | None:
-    """Return FBGEMM's kind of an optimizer; None if FBGEMM cannot fuse it."""
-    try:
-        return optimizer_type_to_emb_opt_type(optimizer_class)
-    except ValueError:
-        return None
 
 
 class Rule(NamedTuple):
@@ -66,9 +50,18 @@ class Table:
         return device.type == "cpu" and self.sharder.module_type is EmbeddingCollection
 
     @property
+    def trains_itself(self) -> bool:
+        """Whether the collection was made with a fused optimizer, which also trains it unsharded."""
+        return issubclass(self.sharder.module_type, (FusedEmbeddingBagCollection, FusedEmbeddingCollection))
+
+    @property
     def fused_optimizer(self) -> AppliedOptimizer | None:
-        """The optimizer applied in backward, or None; the first of several, which TorchRec rejects."""
-        return applied_in_backward(self.parameter)
+        """The optimizer applied in backward, with its class's defaults, or None; the first of several.
+
+        TorchRec rejects several.
+        """
+        applied = applied_in_backward(self.parameter)
+        return None if applied is None else (applied[0], with_defaults(*applied))
 
     @property
     def rule(self) -> Rule:
@@ -90,6 +83,11 @@ class Table:
         """Let TorchRec apply an optimizer in backward, if none is set; torch's function would also make its state."""
         if self.fused_optimizer is None:
             note_in_backward(self.parameter, (optimizer_class, kwargs))
+
+    def fuse(self, optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
+        """The same with the arguments of FBGEMM's kernel (`kernel_arguments`), also in the place of the class's."""
+        self.apply_fused_optimizer(optimizer_class, arguments)
+        tell_in_backward(self.parameter, arguments)
 
     def update_in_backward(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Let torch make the optimizer and apply it in the backward of the unsharded table, if none is set."""

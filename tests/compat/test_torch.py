@@ -350,11 +350,12 @@ def test_optimizers_in_the_backward() -> None:
     noted.sum().backward()
     assert noted.item() == 1  # no optimizer was made
     shared = compat.applied_in_backward(noted)
-    compat.own_arguments_in_backward(noted)
+    told = {"lr": 0.25}
+    compat.tell_in_backward(noted, told)
     own = compat.applied_in_backward(noted)
-    assert shared is not None
-    assert own == shared
-    assert own[1] is not shared[1]
+    assert shared == applied  # not written
+    assert own == (torch.optim.SGD, told)
+    assert own[1] is not told
 
     compat.mark_in_backward(marked, [object()])
     named = [("weight", weight), ("marked", marked), ("plain", nn.Parameter(torch.ones(1)))]

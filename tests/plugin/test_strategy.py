@@ -274,6 +274,7 @@ def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, comb
     if combined:
         owner, rate = "Adam (in combined_optimizer)", "moved by the scheduler"
     assert sorted(block.splitlines()) == [
+        f"  dense part: trained by {owner}, lr 0.001",
         f"  ebc: d0, d1: data_parallel, trained by {owner} of configure_optimizers",
         f"  ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2, {rate}",
         "lightning_overlap: fused_sparse_dist, stream data_dist, 2 ranks",

@@ -27,7 +27,7 @@ SMALL = ("s0", "s1", "s2")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": (torch.optim.SGD, {"lr": 2.0}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-6}),
-    "rowwise": (RowWiseAdagrad, {"lr": 1.0}),
+    "rowwise": (RowWiseAdagrad, {"lr": 1.0, "eps": 1e-8}),
 }
 
 
