@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchrec.distributed.types import ShardedTensor
 
+from ..compat.torch import take_versions
 from ..tables import sharded_modules
 from ..text import some
 from .parts import FUSED, MODEL, MODEL_OBJECTS, SHARDED_NAMES, TABLE_OPTIMIZERS
@@ -49,8 +50,7 @@ def may_have_rows(part: str, name: str, rest: Mapping[str, Any]) -> bool:
 def ordered(values: Mapping[str, Any], *, like: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return values as a `state_dict` with the versions of modules of another, which their loading asks for."""
     state_dict = OrderedDict(values)
-    if (versions := getattr(like, "_metadata", None)) is not None:
-        vars(state_dict)["_metadata"] = versions
+    take_versions(state_dict, like)
     return state_dict
 
 

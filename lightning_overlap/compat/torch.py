@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -47,6 +48,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_backward_hooks", "_backward_pre_hooks", "_call_impl", "_compiled_call_impl", "_forward_hooks"),
         *("_forward_pre_hooks", "_modules"),
     ),
+    "torch.nn.Module.state_dict": ("_metadata",),
     "torch.nn.Parameter": ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"),
     "torch.distributed.optim.apply_optimizer_in_backward": (
         *("_apply_optimizer_in_backward", "param_to_acc_grad_map", "param_to_optim_hook_handle_map"),
@@ -242,6 +244,12 @@ def restore_calls(module: nn.Module, call: Callable[..., Any]) -> None:
 def call_with_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module's present forward with its hooks, which a call from `replace_calls` has left out."""
     return module._call_impl(*args, **kwargs)
+
+
+def take_versions(state_dict: OrderedDict[str, Any], like: Mapping[str, Any]) -> None:
+    """Give a `state_dict` the versions of modules of another, which `load_state_dict` hands to the modules."""
+    if (versions := getattr(like, "_metadata", None)) is not None:
+        vars(state_dict)["_metadata"] = versions
 
 
 # -- optimizers in the backward (`apply_optimizer_in_backward`): what torch and TorchRec keep at a parameter ----------

@@ -33,14 +33,11 @@ class LazyEmbeddings(LazyResult):
     @override
     def result(self) -> Any:
         with outside_function_transforms():  # the graph of a lookup is no part of one
-            return self._receive_in_mode()
-
-    def _receive_in_mode(self) -> Any:
-        if _grad_mode() == self._mode:
-            return self._receive()
-        grad, inference = self._mode
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return self._receive()
+            if _grad_mode() == self._mode:
+                return self._receive()
+            grad, inference = self._mode
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return self._receive()
 
 
 class EarlyEmbeddings(LazyEmbeddings):

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickletools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -275,6 +276,18 @@ def test_calls_of_a_module_are_replaced_and_compiled_code_runs_its_own_forward()
         module(torch.ones(1, 1))
         assert "call" not in seen[3 if hooked else 1 :]
         module._forward_hooks.clear()
+
+
+@meanings.of("torch.nn.Module.state_dict._metadata")
+def test_loading_hands_the_versions_of_a_state_dict_to_the_modules() -> None:
+    """BatchNorm of version 1 had no `num_batches_tracked`: without versions its absence is taken for that version."""
+    saved = nn.BatchNorm1d(1).state_dict()
+    del saved["num_batches_tracked"]
+    copied = OrderedDict(saved)
+    nn.BatchNorm1d(1).load_state_dict(copied)
+    compat.take_versions(copied, saved)
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        nn.BatchNorm1d(1).load_state_dict(copied)
 
 
 @meanings.of(

@@ -223,10 +223,12 @@ def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(
     assert get_ranks(1).run(frozen_beside_zero, kwargs) == [(True, False)]
 
 
-def test_a_rate_that_was_not_given_is_the_kernels(get_ranks: Callable[..., Ranks]) -> None:
+def test_a_rate_that_was_not_given_is_the_classs(get_ranks: Callable[..., Ranks]) -> None:
+    """Of the group and of the kernel, whose own rate is 0.01."""
     [(groups, kernels)] = get_ranks(1).run(rate_without_one_given)
-    assert groups == pytest.approx([0.01])
-    assert kernels == pytest.approx([0.01])
+    [own] = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).param_groups
+    assert groups == pytest.approx([own["lr"]])
+    assert kernels == pytest.approx([own["lr"]])
 
 
 def test_a_run_without_tables_is_named_as_the_reason() -> None:
