@@ -2,23 +2,25 @@
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from . import gloo_alltoall
 from .consensus import Consensus
-from .failures import remember_sockets
-from .stores import ANSWER_S, FAILED, default_store
+from .failures import end_connections, remember_sockets
+from .stores import ANSWER_S, FAILED, Store, default_store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Groups:
     """Groups of all ranks. On one rank only the default group exists, for the tables."""
 
@@ -28,10 +30,15 @@ class Groups:
     checkpoints: dist.ProcessGroup | None = None  # saving, on the host: apart, as it may run in a thread
     merges: dist.ProcessGroup | None = None  # merging increments of checkpoints, in another thread than saves
     samples: dist.ProcessGroup | None = None  # balancing batches, on the host and in a thread; None unless asked for
+    has_ended: bool = False  # whether only the tables' group is left, for modules that use it
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules whose tables use the tables' group
+    sockets: dict[dist.ProcessGroup, dict[int, str]] = field(default_factory=dict)  # connections of each group
 
 
 CONSENSUS = "consensus"  # name of its group
 _made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, tuple[bool, bool], int], Groups] = {}
+_failed: list[tuple[dist.ProcessGroup, Groups]] = []
+"""Default group and groups of failed runs, alike on all ranks, as long as any rank has a module that uses them."""
 
 
 def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False, merges: bool = False) -> Groups:
@@ -40,8 +47,9 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
     With `balances` there is one for samples, with `merges` one for merging increments. Raises a ValueError on all ranks
     if only some pass it.
 
-    After a run that failed on any rank, all ranks make new groups. Between hosts gloo uses both directions of a link at
-    once. Within a host its own all-to-all is faster: its threads make the system calls, not the training thread.
+    After a run that failed on any rank, all ranks make new groups, and end the groups of that run. Between hosts gloo
+    uses both directions of a link at once. Within a host its own all-to-all is faster: its threads make the system
+    calls, not the training thread.
     """
     world, store = dist.group.WORLD, default_store(timeout.total_seconds())
     assert world is not None
@@ -64,20 +72,59 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
     key = (world, backend, timeout, multi_node, wanted, num_failures)
     if key not in _made:
         for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures)]:
-            del _made[other]
+            _failed.append((other[0], _made.pop(other)))
+        _end_failed(world, store)
         on_host = gloo_alltoall.register() if multi_node else "gloo"
         of_tables = on_host if backend == "gloo" else backend
-        make = partial(dist.new_group, timeout=timeout)
-        with remember_sockets():
-            _made[key] = Groups(
-                consensus=Consensus(make(backend="gloo", group_desc=CONSENSUS)),
-                checkpoints=make(backend="gloo", group_desc="checkpoints"),
-                tables=make(backend=of_tables, group_desc="tables"),
-                lookahead=make(backend=of_tables, group_desc="lookahead"),
-                merges=make(backend="gloo", group_desc="merges") if merges else None,
-                samples=make(backend=on_host, group_desc="samples") if balances else None,
-            )
+        sockets: dict[dist.ProcessGroup, dict[int, str]] = {}
+
+        def make(backend: str, name: str) -> dist.ProcessGroup:
+            with remember_sockets() as opened:
+                group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend, group_desc=name)
+            sockets[group] = opened
+            return group
+
+        _made[key] = Groups(
+            consensus=Consensus(make("gloo", CONSENSUS)),
+            checkpoints=make("gloo", "checkpoints"),
+            tables=make(of_tables, "tables"),
+            lookahead=make(of_tables, "lookahead"),
+            merges=make("gloo", "merges") if merges else None,
+            samples=make(on_host, "samples") if balances else None,
+            sockets=sockets,
+        )
     return _made[key]
+
+
+def _end_failed(world: dist.ProcessGroup, store: Store) -> None:
+    """End the groups of failed runs; all ranks call this alike, so none is in a collective of theirs.
+
+    The tables' group stays as long as any rank has a module that uses it.
+    """
+    _failed[:] = [(default, groups) for default, groups in _failed if default == world]  # its user has destroyed others
+    if not _failed:
+        return
+    gc.collect()  # modules of failed fits are in cycles
+    of_ranks: list[list[bool]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [bool(groups.users) for _, groups in _failed])
+    is_used = [any(of_rank) for of_rank in zip(*of_ranks, strict=True)]
+    for (_, groups), used in zip(_failed, is_used, strict=True):
+        for group in [group for group in groups.sockets if not (used and group is groups.tables)]:
+            _end(group, groups.sockets.pop(group), store)
+        groups.lookahead = groups.consensus = groups.checkpoints = groups.merges = groups.samples = None
+        groups.has_ended = True
+    _failed[:] = [failed for failed, used in zip(_failed, is_used, strict=True) if used]
+
+
+def _end(group: dist.ProcessGroup, connections: dict[int, str], store: Store) -> None:
+    """End a group, with collectives that other ranks have never joined."""
+    if "nccl" in dist.get_backend(group):
+        group.abort()
+    elif connections:
+        end_connections(store, connections)  # also those that another rank has ended first
+    else:
+        return  # not on Linux: it would wait for these collectives, until its timeout
+    dist.destroy_process_group(group)
 
 
 def forget() -> None:
@@ -110,6 +157,7 @@ def _destroy() -> None:
     # After an error other ranks may be gone or wait, and a group ends only after its collectives under way.
     if os.getpid() == _owner and dist.is_initialized() and not hasattr(sys, "last_value"):
         _made.clear()
+        _failed.clear()
         dist.destroy_process_group()
         # Modules and trainers keep groups, and so their threads. Each then has at most a few tensors left to free.
         time.sleep(0.05)

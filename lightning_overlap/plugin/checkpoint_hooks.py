@@ -70,9 +70,9 @@ class SavesShards(HasRun):
 
     @override
     def join_groups(self) -> None:
-        before = self._groups
+        before = self._joined
         super().join_groups()
-        if self._groups is not before:
+        if self._joined is not before:
             merges = None if self._groups is None else self._groups.merges
             self._folder_saver = FolderSaver(self.checkpoint_group, merges)
 

@@ -17,7 +17,7 @@ from ..compat.lightning import Strategy
 from ..compat.torch import never_compile_methods
 from ..dense import SplitLayers
 from ..distributed import Consensus, Lowest, SharedCalls, groups
-from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker
+from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker, free_abandoned
 from ..schedules import StreamName
 from ..sparse import SparsePipeline
 from ..tables import KeptPlan, Ledger, OtherWeights, ledger_of, plan_of, sharded_modules
@@ -335,16 +335,30 @@ class HasRun(Strategy):
 
     def leave_groups(self) -> None:
         """Forget the process groups of earlier runs."""
-        self._groups: groups.Groups | None = None  # None before the first run with tables in a default group
-        self.checkpoint_group: dist.ProcessGroup | None = None  # gloo, of all ranks, for checkpoints alone
-        self._consensus: Consensus | None = None
+        self._joined: groups.Groups | None = None  # None before the first run with tables in a default group
 
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
         balances, multi_node = self.balance is not None, self.world_size > self.num_processes
         merges = self.checkpoint_format == INCREMENTAL
-        self._groups = groups.join(self._group_timeout, multi_node=multi_node, balances=balances, merges=merges)
-        self.checkpoint_group, self._consensus = self._groups.checkpoints, self._groups.consensus
+        free_abandoned()
+        self._joined = groups.join(self._group_timeout, multi_node=multi_node, balances=balances, merges=merges)
+
+    @property
+    def _groups(self) -> groups.Groups | None:
+        """The groups of this strategy's runs; joined anew if they have ended, as a run of another strategy failed."""
+        if self._joined is not None and self._joined.has_ended:
+            self.join_groups()
+        return self._joined
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks, for checkpoints alone; None on one rank."""
+        return None if self._groups is None else self._groups.checkpoints
+
+    @property
+    def _consensus(self) -> Consensus | None:
+        return None if self._groups is None else self._groups.consensus
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""

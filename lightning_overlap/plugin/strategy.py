@@ -375,7 +375,9 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
                     # Between hosts on a CPU a part is updated and looked up while the other part's gradients arrive.
                     in_two_parts=self._schedule.updates_before_step and on_cpu and self.world_size > self.num_processes,
                 )
+                before = set(tables.sharded_modules(self.model).values())
                 tables.shard_tables(self.model, options)
+                self._groups.users.update(set(tables.sharded_modules(self.model).values()) - before)
             ignored = tables.ShardedStateNames(self.model)
             ignore_in_ddp(self.model, ignored)
         super().model_to_device()

@@ -195,5 +195,10 @@ def abandon(holders: Sequence[object]) -> None:
         atexit.register(_never_free)
 
 
+def free_abandoned() -> None:
+    """Free what `abandon` holds; to be called when all ranks have left the run that failed."""
+    _abandoned.clear()
+
+
 def _never_free() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))

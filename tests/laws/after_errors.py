@@ -3,8 +3,10 @@
 import gc
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
@@ -70,3 +72,40 @@ def fit_in_two_groups(ports: tuple[int, int], fails: bool) -> int:
         trainer.fit_loop.max_epochs = 2
         dist.barrier()
     return len(module.losses)
+
+
+def stays_open(trials: list[tuple[str, str]]) -> list[tuple[int, int]]:
+    """Return how many descriptors and threads are open after each trial: its mode, and the hook that fails."""
+    numbers = []
+    for pipeline, place in trials:
+        module = Fails(place)
+        trainer = make_trainer(OverlapEmbeddingStrategy(pipeline, sharding="table_wise"))
+        try:
+            trainer.fit(module, datamodule=Batches(TABLE_WISE, 4))
+        except InjectedError:
+            numbers.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        del module, trainer
+    return numbers
+
+
+def use_after_another_failed() -> tuple[list[str], int]:
+    """Fit two modules, fail with a third; then read and fit the first again. Return what differs, and its losses."""
+    modules = [Model(TABLE_WISE), Model(TABLE_WISE), Fails("on_train_batch_end")]
+    trainers = [make_trainer(OverlapEmbeddingStrategy(sharding="table_wise")) for _ in modules]
+    tables: list[Any] = []
+    for module, trainer in zip(modules, trainers, strict=True):
+        with suppress(InjectedError):
+            trainer.fit(module, datamodule=Batches(TABLE_WISE, 4))
+        tables.append(trainer.strategy.table("t0"))  # type: ignore[attr-defined]
+    for _ in range(2):
+        with suppress(InjectedError):
+            strategy = OverlapEmbeddingStrategy(sharding="table_wise")
+            make_trainer(strategy).fit(Fails("training_step"), datamodule=Batches(TABLE_WISE, 4))
+    found = [
+        f"table of {number}"
+        for number, (trainer, table) in enumerate(zip(trainers, tables, strict=True))
+        if not torch.equal(trainer.strategy.table("t0"), table)  # type: ignore[attr-defined]
+    ]
+    trainers[0].fit_loop.max_epochs = 2
+    trainers[0].fit(modules[0], datamodule=Batches(TABLE_WISE, 4))
+    return found, len(modules[0].losses)
