@@ -231,11 +231,15 @@ class Loading:
         for weight in sorted(unfrozen):
             rule = self._rules[weight]
             module = weight.rpartition(".")[0].rpartition(".")[0]
-            # Tables of one rule may share a kernel, which has one rate.
+            # Tables of one rule may share a kernel, which has one rate; not with `rate_per_table`.
+            shares = not any(
+                getattr(one, "rate_per_table", False) and weight.startswith(f"{path}.")
+                for path, one in sharded_modules(self._model).items()
+            )
             peers = [
                 other
                 for other, own in self._rules.items()
-                if own == rule and other not in unfrozen and other.startswith(f"{module}.")
+                if shares and own == rule and other not in unfrozen and other.startswith(f"{module}.")
             ]
             other = next((one for one in sorted(peers) if self._differs(self._saved_rate(one), rule.rate)), None)
             if other is not None and not self._moves_rates:

@@ -223,7 +223,7 @@ def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(
     assert get_ranks(1).run(frozen_beside_zero, kwargs) == [(True, False)]
 
 
-def test_a_rate_that_was_not_given_is_the_classs(get_ranks: Callable[..., Ranks]) -> None:
+def test_a_rate_that_was_not_given_is_that_of_the_class(get_ranks: Callable[..., Ranks]) -> None:
     """Of the group and of the kernel, whose own rate is 0.01."""
     [(groups, kernels)] = get_ranks(1).run(rate_without_one_given)
     [own] = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).param_groups
