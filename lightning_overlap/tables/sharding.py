@@ -81,8 +81,8 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     given = options_of_tables(options.sharding, fused, options.replicate_tables, options.rate_per_table)
     refuse_ignored_options(model, tables, given)
     asked_for = {
-        "sharding": options.sharding,
         "fused_optimizer": fused,
+        "sharding": options.sharding,
         "rate_per_table": options.rate_per_table or None,
     }
     _check_sharded_modules(model, asked_for, options.quantized_comms)
