@@ -18,7 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.tables import tbes
+from lightning_overlap.tables import kernel_shards, tbes
 from lightning_overlap.tables.combined_optimizer import DenseAndFused
 
 from ..checkpoint.resumes import StatefulBatches
@@ -301,7 +301,8 @@ def train_each_table(pipeline: str, options: dict[str, Any]) -> tuple[list[Any],
     strategy = OverlapEmbeddingStrategy(pipeline, **{"sharding": own, **options}, rate_per_table=True)
     make_trainer(strategy).fit(model, datamodule=Batches(PER_TABLE, 9))
     found = {path: strategy.table(path) for path in SPARSE}
-    kernels = [len({*one.feature_table_map}) for name in ("ebc", "second") for one in tbes(getattr(model, name))]
+    # A kernel may have several shards of columns.
+    kernels = [len({shard.name for shard in one.shards}) for one in kernel_shards(model) if one.is_fused]
     return model.names, found, kernels
 
 
