@@ -172,7 +172,7 @@ def test_checkpoints_that_are_saved_on_exception(tmp_path: Path, callback: str) 
     assert "InjectedError: training_step of batch 5" in _end(failed[1].log)
     for end in failed:
         assert "no checkpoint of it was saved: other ranks did not fail there within" in _end(end.log)
-    assert "rank 1 had failed at dense_forward of batch 5: InjectedError" in _end(failed[0].log)
+    assert re.search(r"rank 1 had failed at dense_forward of batch 5, in .*: InjectedError", _end(failed[0].log))
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert [end.code for end in both] == [1, 1]  # Lightning's
     assert "Detected KeyboardInterrupt" in both[0].log
     assert [end.code for end in one] == [1, 1]
-    assert "rank 1 had failed at dense_forward of batch 5: KeyboardInterrupt" in one[0].log
+    assert re.search(r"rank 1 had failed at dense_forward of batch 5, in .*: KeyboardInterrupt", one[0].log)
 
 
 def _is_gone(group: int) -> bool:
