@@ -106,6 +106,8 @@ class ExponentialMovingAverage(Callback):
             self._forget(pl_module)
 
     def _forget(self, module: LightningModule) -> None:
+        if self._module is not None and self._module() is not None:
+            self.end_evaluation()  # the module of before keeps its trained weights
         self._end_watch()
         self._module, self._averages, self._last = weakref.ref(module), None, -1
         self._evaluation = None
@@ -208,7 +210,10 @@ class ExponentialMovingAverage(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.end_evaluation()
+        try:
+            self.end_evaluation()
+        except Exception as err:  # the first error counts, and the strategy has to hear of it
+            exception.add_note(f"The averages are still in the module: {type(err).__name__}: {err}")
         self._end_watch()
 
     @override

@@ -238,10 +238,10 @@ class Increments:
                 if _identity(one) != identity:
                     raise GoneError(str(one))
             return True
-        except FileExistsError:
-            return False
-        except (OSError, DamagedError):
+        except (GoneError, FileNotFoundError, NotADirectoryError, DamagedError):
             self.lose("this checkpoint is whole")
+            return False
+        except OSError:  # of the new place, such as a full disk: a whole save raises it on all ranks
             return False
 
     def lose(self, then: str) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -124,7 +125,7 @@ class SavesShards(HasRun):
             self._is_in_thread = False
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if self._fit is not None and "optimizer_states" in checkpoint and not self._fit_has_failed:
+        if self._fit is not None and "optimizer_states" in checkpoint and not self._interrupted:
             has_looked_up = self._fit.sparse.forwards.are_called
             if (changed := self._fit.mid_step.changed(has_looked_up=has_looked_up)) is not None:
                 raise mid_step.refusal(changed)
@@ -140,7 +141,7 @@ class SavesShards(HasRun):
         """Raise a ValueError on all ranks if buffers of feature processors differ: a checkpoint has one value."""
         buffers = {name: one.detach().cpu() for name, one in processor_buffers(self._module).items()}
         of_ranks = self.gather(buffers) if buffers else []
-        wrong = [name for name in buffers if any(not torch.equal(one[name], of_ranks[0][name]) for one in of_ranks)]
+        wrong = [name for name in buffers if any(not _same_bytes(one[name], of_ranks[0][name]) for one in of_ranks)]
         if wrong:
             raise ValueError(
                 f"{some(wrong)}: these buffers of feature processors differ by rank, and a checkpoint would have one "
@@ -267,11 +268,6 @@ class SavesShards(HasRun):
                 "MyModule.load_from_checkpoint takes lightning_overlap.open_checkpoint(FOLDER), or the file that "
                 "`python -m lightning_overlap.consolidate FOLDER` makes."
             )
-
-    @property
-    def _fit_has_failed(self) -> bool:
-        """Whether the fit's error is being handled: what is saved then may have a part of a step."""
-        return self._running_trainer is not None and self._running_trainer.interrupted
 
     def _generators_of_place(self) -> Generators | None:
         """Return the states of generators where a resumed fit continues; None: as they are now."""
@@ -455,3 +451,10 @@ def _remove(place: Place, newest: Place | None, stems: set[str]) -> None:
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
     return not is_address(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, NaN included."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

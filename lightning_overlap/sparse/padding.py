@@ -2,6 +2,7 @@
 
 A lookup of sharded tables needs all ranks. In an evaluation, as under DistributedDataParallel, each rank evaluates all
 of its own batches, so a rank with fewer calls the sharded modules as in its last step, with inputs that have no ids.
+Their batch size is that of its first batch: lookups without a backward take any.
 """
 
 from __future__ import annotations

@@ -153,8 +153,9 @@ class ShardedTable(ShardedTensor):  # type: ignore[misc]
         try:
             return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as err:
-            if "not supported for ShardedTensor" in str(err):
-                _refuse_to_read(place_of(_first(ShardedTable, (args, kwargs))), _name_of(func))
+            table = _first(ShardedTable, (args, kwargs))
+            if "not supported for ShardedTensor" in str(err) and "place" in vars(table):  # a copy has none
+                _refuse_to_read(place_of(table), _name_of(func))
             raise
 
 

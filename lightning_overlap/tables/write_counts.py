@@ -163,7 +163,7 @@ def watch_tables(model: nn.Module) -> None:
             with torch.inference_mode(False), torch.enable_grad():  # else the slice of a trained weight needs none
                 kind = WatchedPart if name in parts else WatchedTable
                 watched = kind.like(weight, frozen=id(weight) in frozen)
-        elif type(weight) is nn.Parameter and name in parts:
+        elif type(weight) is nn.Parameter and name in parts and not weight.numel():
             watched = TableElsewhere.like(weight, frozen=id(weight) in frozen)
         else:
             continue
