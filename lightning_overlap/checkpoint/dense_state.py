@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
-from ..tables import optimizer_name
+from ..tables import local_part, optimizer_name
 from ..text import some
 from .table_state import Piece, dense_kernel_tables, local_parts, split_like, table_weights
 
@@ -120,7 +120,7 @@ def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool 
         for name in [name for name in state.get("state", {}) if name in weights]:
             for kind, value in state["state"].pop(name).items():
                 if value is not None:
-                    value = torch.as_tensor(value)
+                    value = local_part(torch.as_tensor(value))
                     stays = are_whole or value.dim() == 0
                     pieces[table_key(index, name, kind)] = value if stays else split_like(weights[name], value)
     return pieces

@@ -26,6 +26,7 @@ FORMATS = (
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "pipeline": EXACT,
     "stream": ("current", "dedicated"),
+    "rate_per_table": (True,),
     "release_features": (True,),
     "copy_in_place": (True,),
     "max_queued_steps": (None, 1),

@@ -228,7 +228,14 @@ def options_of(found: Combination, module: Net) -> dict[str, Any]:
     named = dict(found.features)
     if named.keys() & {"sharding", "replicate_tables"}:
         given["sharding"] = named.pop("sharding", None)  # a plan would place each table
-    for name in ("release_features", "copy_in_place", "max_queued_steps", "out_of_range_ids", "calm_libraries"):
+    for name in (
+        "rate_per_table",
+        "release_features",
+        "copy_in_place",
+        "max_queued_steps",
+        "out_of_range_ids",
+        "calm_libraries",
+    ):
         given |= {name: named[name]} if name in named else {}
     for name in ("stream", "checkpoint_format", "async_checkpoint", "most_increments", "timeout", "quantized_comms"):
         given |= {name: named[name]} if name in named else {}
