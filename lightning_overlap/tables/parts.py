@@ -119,7 +119,8 @@ class OfPart:
             _refuse_to_read(place_of(_first(OfPart, (args, kwargs))), "compiled code" if _is_traced() else name)
         with as_plain_tensors():
             result = func(*args, **kwargs)
-        if name in _COPIES and isinstance(target, OfPart) and isinstance(result, Tensor):
+        is_copy = name in _COPIES and isinstance(target, OfPart) and isinstance(result, Tensor)
+        if is_copy and not (name.endswith("_like") and _works_on_parts()):  # the states of an optimizer are its own
             return _as_part(result, place_of(target))
         return result
 
