@@ -26,7 +26,7 @@ from typing_extensions import override
 from ..compat.torch import children_of
 from ..distributed import Issue, WrappedWork, groups, wrap_collectives
 from ..plugin import OverlapEmbeddingStrategy
-from ..tables import codecs_of, find_tables, make_plan, seed_shards, training_sharders
+from ..tables import codecs_of, find_tables, kernel_arguments, make_plan, seed_shards, training_sharders
 from . import build, config_checks
 from .config_checks import Config
 from .step_timers import loss_of
@@ -66,6 +66,9 @@ class Job:
             local_world_size=num_local,
             quantized_comms=strategy.quantized_comms,
         )
+        for table in find_tables(model):
+            if (optimizer := table.fused_optimizer) is not None:  # with its class's defaults, as in our arms
+                table.fuse(optimizer[0], kernel_arguments(*optimizer))
         sharders = training_sharders(codecs_of(strategy.quantized_comms, self.device))
         torch.manual_seed(self.config["seed"])  # sharding initializes the tables, as in our arms
         seed_shards(group.rank())

@@ -121,9 +121,12 @@ def never_compiled(call: _Callable) -> _Callable:
 
 
 def never_compile_methods(cls: type) -> type:
-    """Apply `never_compiled` to the methods and properties that a class defines; Dynamo never traces generators."""
+    """Apply `never_compiled` to the public methods and properties that a class defines.
+
+    They alone call the private ones, and Dynamo never traces generators.
+    """
     for name, found in list(vars(cls).items()):
-        if name.startswith("__"):
+        if name.startswith("_"):
             continue
         if inspect.isfunction(found) and not inspect.isgeneratorfunction(found):
             setattr(cls, name, never_compiled(found))

@@ -120,7 +120,9 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
 
     class Called(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return run(_METHODS.get(func), func, args, kwargs)
+            # What is passed on is called from here: a part of a table asks who calls (`tables.parts`).
+            operator = _METHODS.get(func)
+            return func(*args, **(kwargs or {})) if operator is None else run(operator, func, args, kwargs)
 
     with Dispatched(), Called():  # type: ignore[no-untyped-call]
         yield found

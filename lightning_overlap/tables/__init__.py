@@ -3,6 +3,7 @@
 from .batch_sizes import no_samples, refuse_other_batch_sizes, refuse_several_kernels, several_kernels
 from .combined_optimizer import TABLES, DenseAndFused, combined_optimizer, optimizer_name, rate_setter
 from .frozen import frozen_parts, frozen_sent_parts, frozen_tables, parts_trained_here, trains_itself
+from .fused_arguments import kernel_arguments
 from .id_ranges import IdRanges, OutOfRangeIds, num_ids, take_row_0_for_ids_outside
 from .ignored_options import options_of_tables, sharded_by_user
 from .kernel_checks import refuse_reset_rows

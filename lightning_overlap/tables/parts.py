@@ -290,11 +290,14 @@ def _first(kind: type, values: Any) -> Any:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Yield the frames that have called an operator: those of torch, and the first one outside of it."""
+    """Yield the frames that have called an operator: those of torch, and the first one outside of it.
+
+    A `TorchFunctionMode`, which passes operators on, calls none.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != __name__:
+        if module != __name__ and frame.f_code.co_name != "__torch_function__":
             yield frame
             if not module.startswith("torch."):
                 return

@@ -3,7 +3,7 @@
 import copy
 import io
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ from .test_consolidate import differences
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [torch.clone, torch.clone, torch.clone, Tensor.to_sparse]
+
+
+@pytest.fixture(autouse=True)
+def _choose_about_sparse_tensors() -> Iterator[None]:
+    """Else the first sparse tensor of a process warns that nobody has chosen."""
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        yield
 
 
 @st.composite

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_overlap import MODES, EmbeddingDeltas, ExponentialMovingAverage
 from lightning_overlap.deltas import CutFile, Piece, decode, parse_names
 from lightning_overlap.deltas.recording import cuts
+from lightning_overlap.tables import local_part
 from lightning_overlap.tuning import Auto
 from lightning_overlap.updated_rows import MarkedRows, UpdateWatch, touched_rows
 from lightning_overlap.updated_rows.copies import KeptMemory, copy_on_host
@@ -225,7 +226,7 @@ def halve_by_numpy(trainer: Trainer, module: LightningModule) -> None:
     """Write where no tensor counts it: `tables_changed` alone tells."""
     for name, weight in module.named_parameters():
         if "embedding" in name:
-            weight.detach().numpy()[:] *= 0.5
+            local_part(weight).numpy()[:] *= 0.5
     trainer.strategy.tables_changed()
 
 

@@ -96,6 +96,9 @@ class FakeSparse:
     def make_flight(self, index: int, fetched: FetchedBatch) -> FakeFlight:
         return FakeFlight(index, *fetched, sparse=self)
 
+    def make_padding(self, index: int) -> FakeFlight:
+        raise AssertionError(f"one rank has no batches of other ranks to take part in, such as {index}")
+
     def all_called(self) -> bool:
         return True
 
