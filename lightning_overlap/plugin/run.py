@@ -161,8 +161,9 @@ class HasRun(Strategy):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+        module = self.lightning_module
+        assert module is not None
+        return module
 
     @property
     def _is_sharded(self) -> bool:
@@ -180,7 +181,8 @@ class HasRun(Strategy):
     @property
     def _walker(self) -> Walker | None:
         """The walker of training; None before its first batch, and outside of a fit."""
-        return None if self._fit is None else self._fit.walker
+        fit = self._fit
+        return None if fit is None else fit.walker
 
     @property
     def sharding_plan(self) -> KeptPlan:
@@ -328,7 +330,7 @@ class HasRun(Strategy):
 
     # Exchanges between ranks.
 
-    def begin_stage(self) -> None:
+    def _begin_stage(self) -> None:
         """Begin the next stage of a run; all ranks call this alike, before they wait for each other."""
         if self._shared_calls is not None:
             self._shared_calls.begin_stage()
@@ -362,7 +364,7 @@ class HasRun(Strategy):
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""
-        self.begin_stage()
+        self._begin_stage()
         return [value] if self._consensus is None else self._consensus.gather(value)
 
     def learning_rates(self) -> Rates:
@@ -371,10 +373,10 @@ class HasRun(Strategy):
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to find the minima over all ranks; return a function that waits for them. All ranks call this alike."""
-        self.begin_stage()
+        self._begin_stage()
         return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether any rank passes True; all ranks call this and wait for each other."""
-        self.begin_stage()
+        self._begin_stage()
         return flag if self._consensus is None else self._consensus.any(flag)

@@ -42,7 +42,8 @@ class WalksSteps(HasRun):
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        timer = None if self.telemetry is None else self.telemetry.timer
+        fit = self._fit
+        timer = None if fit is None else fit.sparse.telemetry.timer
         with NOTHING if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
@@ -62,8 +63,7 @@ class WalksSteps(HasRun):
             watch_lengths(staged)
             if streams is not None:
                 self._transferred = streams.record(StreamName.MEMCPY)
-        fit = self._fit if self._release_features else None
-        if fit is not None and any(kjt is own for kjt in staged for own in loaded):
+        if fit is not None and self._release_features and any(kjt is own for kjt in staged for own in loaded):
             reason = "no copy of them is made, so the data loader's own objects would lose their values"
             fit.sparse.discovery.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
@@ -77,15 +77,15 @@ class WalksSteps(HasRun):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_stage()
+        self._begin_stage()
         staged = args[0] if args else None
         if not isinstance(staged, StagedBatch):
             return super().training_step(*args, **kwargs)
         if self.streams is not None and self._transferred is not None:
             self.streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
-        if self._fit is not None:
-            self._fit.mid_step.begin()
+        if (fit := self._fit) is not None:
+            fit.mid_step.begin()
         with staged.walker.forward():
             output = super().training_step(*staged.arguments)
         if not self._automatic:
@@ -95,22 +95,22 @@ class WalksSteps(HasRun):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_stage()
+        self._begin_stage()
         return _evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_stage()
+        self._begin_stage()
         return _evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_stage()
+        self._begin_stage()
         return _evaluate(super().predict_step, *args, **kwargs)
 
     def take_part(self, walker: Walker, flight: Flight) -> None:
         """Take part in the lookups of a batch of an evaluation that this rank lacks and others have."""
-        self.begin_stage()
+        self._begin_stage()
         with self.precision_plugin.val_step_context(), walker.forward():
             flight.take_part()
         walker.after(Stage.DENSE_FORWARD)
@@ -124,23 +124,24 @@ class WalksSteps(HasRun):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._ledger.check_trained("a backward would train averages")
         super().pre_backward(closure_loss)
-        if self._fit is not None:
-            self._fit.mid_step.end_forward()
+        fit = self._fit
+        if fit is not None:
+            fit.mid_step.end_forward()
         if self._losses is not None:
             self._losses.compare(closure_loss)
         self._after(Stage.DENSE_FORWARD)
-        if self._fit is not None:
-            self._fit.sparse.gradients.begin_backward()
-        if (walker := self._walker) is not None:
-            walker.begin_backward(closure_loss, is_only=self._automatic)
+        if fit is not None:
+            fit.sparse.gradients.begin_backward()
+            if fit.walker is not None:
+                fit.walker.begin_backward(closure_loss, is_only=self._automatic)
         if self._losses is not None:
             self._losses.begin_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._fit is not None:
-            self._fit.sparse.gradients.end_backward()
+        if (fit := self._fit) is not None:
+            fit.sparse.gradients.end_backward()
         if self._automatic:
             self._after(Stage.BACKWARD)
         elif (walker := self._walker) is not None:
@@ -177,7 +178,7 @@ class WalksSteps(HasRun):
 
     @override
     def on_train_end(self) -> None:
-        self.begin_stage()
+        self._begin_stage()
         super().on_train_end()
         if self._fit is not None:
             self._fit.finish()
@@ -189,7 +190,7 @@ class WalksSteps(HasRun):
         return module is not None and module.automatic_optimization
 
     def _after(self, stage: Stage) -> None:
-        self.begin_stage()
+        self._begin_stage()
         self._num_stages_done += 1
         if (walker := self._walker) is not None:
             walker.after(stage)

@@ -438,7 +438,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         if balancer is not None and not trains and not (balancer.options.evaluation and fn != TrainerFn.PREDICTING):
             balancer = None
         stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes, balancer=balancer)
-        return LookaheadFetcher(stream, step_arguments, self.begin_stage, next_number)
+        return LookaheadFetcher(stream, step_arguments, self._begin_stage, next_number)
 
     def make_walker(self, stream: BatchStream) -> Walker:
         """Make the walker of training, or of the evaluation that has begun, with its source of batches."""
@@ -488,7 +488,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         assert run is not None
         if run.fit is not None:
             run.fit.disturbs(method)
-        self.begin_stage()
+        self._begin_stage()
         self.settle_save()
         self.update_tables()
         if method not in run.pipelines:
@@ -505,7 +505,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
 
     def end_evaluation(self) -> None:
         """Complete the work that was started for batches that are not evaluated, on all ranks alike."""
-        self.begin_stage()
+        self._begin_stage()
         run = self._run
         assert run is not None
         if run.evaluation is not None and run.evaluation.walker is not None:

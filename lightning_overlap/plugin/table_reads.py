@@ -192,21 +192,21 @@ class ReadsTables(FailsTogether):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self.begin_stage()
+        self._begin_stage()
         return super().broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.begin_stage()
+        self._begin_stage()
         if self.world_size > 1:
             super().barrier(*args, **kwargs)
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.begin_stage()
+        self._begin_stage()
         return super().reduce(*args, **kwargs)
 
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.begin_stage()
+        self._begin_stage()
         return super().all_gather(*args, **kwargs)
