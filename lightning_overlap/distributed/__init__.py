@@ -2,9 +2,11 @@
 
 from . import groups as groups
 from .alike_values import take_from_rank_zero as take_from_rank_zero
+from .consensus import CALLS as CALLS
 from .consensus import MAX_INTERVAL as MAX_INTERVAL
 from .consensus import POLL_LAST as POLL_LAST
 from .consensus import SKIP_ALIKE as SKIP_ALIKE
+from .consensus import Call as Call
 from .consensus import Consensus as Consensus
 from .consensus import Group as Group
 from .consensus import Lowest as Lowest

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,23 +40,49 @@ class StepFlags(NamedTuple):
     requested_interval: int = 0  # `MAX_INTERVAL` minus the number of batches until its next poll
     save: bool = False  # received a preemption signal
     rates: int = 0  # digest of its learning rates when the batch was fetched; in a result -1 if they differ
+    call: int = 0  # 0: it polls for a batch; else the number of a call in `CALLS`, counted from 1
+
+
+Call: TypeAlias = Literal["barrier", "reduce", "all_gather"]
+CALLS: Mapping[Call, str] = {
+    "barrier": "waits in strategy.barrier",
+    "reduce": "reduces a value (self.log with sync_dist=True, or a metric)",
+    "all_gather": "gathers values (self.all_gather)",
+}
+"""Calls of users, and of Lightning on all ranks alike, that wait for all ranks -> what a rank does there."""
 
 
 class Poll(NamedTuple):
     """A poll of all ranks whose result may not have arrived yet."""
 
-    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 8,)`, int32, on the host
+    flags: Tensor  # of all ranks, one after the other: `(num_ranks * 9,)`, int32, on the host
     work: dist.Work
 
     def wait(self) -> StepFlags:
-        """Wait for the flags of all ranks and return the maximum of each; raises as `check_none_batches` does."""
+        """Wait for the flags of all ranks and return the maximum of each.
+
+        Raises as `check_none_batches` does, and a RuntimeError if ranks make different calls.
+        """
         self.work.wait()
         by_rank = self.flags.view(-1, len(StepFlags._fields))
-        has, *_, latest_none, _, _, rates = columns = by_rank.t().tolist()  # a loop over ranks would take longer
+        columns = by_rank.t().tolist()  # a loop over ranks would take longer
+        has, *_, latest_none, _, _, rates, calls = columns
+        if len(set(calls)) > 1:
+            raise RuntimeError(_different_calls(calls))
         check_none_batches({rank: latest_none[rank] for rank, with_batch in enumerate(has) if with_batch})
         result = StepFlags(*map(max, columns))
         alike = len(set(compress(rates, has))) <= 1
         return result if alike else result._replace(rates=-1)
+
+
+def _different_calls(calls: Sequence[int]) -> str:
+    does = ["goes on with another batch", *CALLS.values()]
+    rank, other = (calls.index(call) for call in sorted(set(calls), reverse=True)[:2])
+    return (
+        f"rank {rank} {does[calls[rank]]}, and rank {other} {does[calls[other]]}. All ranks have to make such a call "
+        "together, outside of `if trainer.is_global_zero:`: log the same keys with sync_dist=True on every rank, or "
+        "without it on rank 0 alone (rank_zero_only=True)."
+    )
 
 
 def check_none_batches(latest: Mapping[int, int]) -> None:
@@ -111,6 +137,10 @@ class Consensus:
     def poll(self, flags: StepFlags) -> Poll:
         """Send this rank's flags to all ranks; all ranks poll equally often, in the same order."""
         return Poll(*self.exchange(flags))
+
+    def meet(self, call: Call) -> None:
+        """Wait until all ranks make this call; raises a RuntimeError if one goes on with another batch or call."""
+        self.poll(StepFlags(False, False, False, 0, call=1 + [*CALLS].index(call))).wait()
 
     def exchange(self, numbers: Sequence[int]) -> tuple[Tensor, dist.Work]:
         """Send equally many numbers to all ranks; return those of all, one rank after the other, and the work.

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ..compat.lightning import tear_down
 from ..distributed import (
+    CALLS,
     ANSWER_S,
     Consensus,
     FirstCause,
@@ -84,6 +85,8 @@ class FailsTogether(SavesShards):
             )
         walker = self._walker
         place = "outside of training" if walker is None else walker.place
+        if self._waits_in is not None:
+            place += f", where it {CALLS[self._waits_in]}"
         if walker is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
         if self._first_cause is not None:

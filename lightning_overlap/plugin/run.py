@@ -16,7 +16,7 @@ from ..checkpoint import INCREMENTAL, Increments, Piece
 from ..compat.lightning import Strategy
 from ..compat.torch import never_compile_methods
 from ..dense import SplitLayers
-from ..distributed import Consensus, Lowest, SharedCalls, groups
+from ..distributed import Call, Consensus, Lowest, SharedCalls, groups
 from ..runtime import Rates, StageTimer, Streams, TableAccess, Telemetry, Walker, free_abandoned
 from ..schedules import StreamName
 from ..sparse import SparsePipeline
@@ -147,6 +147,7 @@ class HasRun(Strategy):
         self.streams: Streams | None = None  # of the stages; None before the tables are sharded
         self._shared_calls: SharedCalls | None = None  # of users' reads of tables; None on one rank
         self._losses: NonfiniteLosses | None = None  # of the last fit, with the option `nonfinite`
+        self._waits_in: Call | None = None  # while this rank waits for the same call of all ranks
         self._num_stages_done = 0  # of training: forwards, backwards and optimizer steps
 
     def stop_run(self) -> None:

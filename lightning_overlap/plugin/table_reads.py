@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..checkpoint import FoundTable, TableReader, find_table
-from ..distributed import SharedCalls, default_store
+from ..distributed import Call, SharedCalls, default_store
 from .failure_hooks import FailsTogether
 
 _ADVICE = (
@@ -166,6 +166,7 @@ class ReadsTables(FailsTogether):
 
     def compare_reads(self) -> None:
         """Begin to compare the reads of all ranks in this run; ranks that still wait since the last one learn of it."""
+        self._waits_in = None
         cause, before, store = self._first_cause, self._shared_calls, default_store(self.timeout_s)
         if cause is not None and store is not None and self.world_size > 1:
             if before is not None:
@@ -197,16 +198,27 @@ class ReadsTables(FailsTogether):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._begin_stage()
+        self._meet("barrier")
         if self.world_size > 1:
             super().barrier(*args, **kwargs)
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._begin_stage()
+        self._meet("reduce")
         return super().reduce(*args, **kwargs)
 
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._begin_stage()
+        self._meet("all_gather")
         return super().all_gather(*args, **kwargs)
+
+    def _meet(self, call: Call) -> None:
+        """Wait for the call of all ranks in a group of its own: gloo may end a process that gets data of another call.
+
+        If a rank does not make it, the error says which one.
+        """
+        self._begin_stage()
+        if self._run is not None and self._consensus is not None and not self._interrupted:
+            self._waits_in = call
+            self._consensus.meet(call)
+            self._waits_in = None
