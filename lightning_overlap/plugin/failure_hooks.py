@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from ..compat.lightning import tear_down
 from ..distributed import (
-    CALLS,
     ANSWER_S,
+    CALLS,
     Consensus,
     FirstCause,
     default_store,

@@ -24,12 +24,18 @@ class MidStep:
         self._draws = hands_out_rows(model)
         sharded = ShardedStateNames(model)
         # Such as the statistics of BatchNorm, which its forward changes.
-        self._has_buffers = any(name not in sharded for name, _ in model.named_buffers())
+        self._buffers = [
+            (module._buffers, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+            if f"{path}.{name}".lstrip(".") not in sharded
+        ]
+        self._written: list[tuple[int, int]] = []  # which tensors they were as the step began, how often written
         self._generators: Generators | None = None
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self._part = _Part.FORWARD
+        self._part, self._written = _Part.FORWARD, self._num_writes()
         if self._draws:
             self._generators = Generators.now()
 
@@ -48,15 +54,19 @@ class MidStep:
         return self._generators
 
     def changed(self, *, has_looked_up: bool) -> str | None:
-        """Return what the step has changed; None if nothing, as before its first lookup."""
+        """Return what the step has changed; None if nothing that the checkpoint would have."""
         if self._part is _Part.BACKWARD:
             return "its forward is over, and its tables may have been updated"
-        if self._part is _Part.FORWARD and has_looked_up:
-            if self._draws:
+        if self._part is _Part.FORWARD:
+            if self._draws and has_looked_up:
                 return "managed collision modules have seen its ids"
-            if self._has_buffers:
-                return "buffers, such as statistics of BatchNorm, may have been updated"
+            if self._num_writes() != self._written:
+                return "buffers, such as statistics of BatchNorm, have been updated"
         return None
+
+    def _num_writes(self) -> list[tuple[int, int]]:
+        found = [buffers.get(name) for buffers, name in self._buffers]
+        return [(id(one), 0 if one is None or one.is_inference() else one._version) for one in found]
 
 
 def refusal(changed: str) -> RuntimeError:
