@@ -177,6 +177,7 @@ def _plan(
     second = divide_in_two(plan, model) if divides else {}
     replicas = replicas_in(plan, tables, to_replicate, num_ranks)
     dense = [table for table in tables if (how := table.planned(plan)) and how.compute_kernel == DENSE]
+    _refuse_optimizers_within_ddp([table for table in dense if table not in replicas])
     _refuse_sequences_as_bags(dense, replicas, options.device)
     return _Planned(tables, plan, replicas, [table for table in dense if table not in replicas], second)
 
@@ -345,6 +346,18 @@ def make_plan(
         plan = plan_on_rank_zero(planner, model, group, sharders)
     check_plan(quantized_comms, plan)
     return plan
+
+
+def _refuse_optimizers_within_ddp(dense: list[Table]) -> None:
+    """Refuse data-parallel tables whose collection has an optimizer of its own: TorchRec runs it within DDP."""
+    if found := [table for table in dense if table.trains_itself]:
+        sharding = {table.name: "table_wise" for table in found}
+        raise ValueError(
+            f"{some(table.path for table in found)}: data-parallel (or with a dense kernel), and of a "
+            f"{found[0].sharder.module_type.__name__}, whose optimizer TorchRec would then run within "
+            "DistributedDataParallel: on CUDA alone, and without its state in checkpoints. Shard them otherwise "
+            f"(sharding={sharding}), or take an EmbeddingBagCollection with a fused_optimizer of the strategy."
+        )
 
 
 def _refuse_sequences_as_bags(dense: list[Table], replicas: list[Table], device: torch.device) -> None:

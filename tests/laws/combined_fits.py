@@ -14,7 +14,7 @@ import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ OPTIMIZERS = {
 _NO_UNSHARDED = ("managed", "variable_batch", "towers", "fused", "weighted_means", "half", "buffers", "mixed")
 
 REFUSALS: dict[str, tuple[str, str]] = {
+    "whose optimizer TorchRec would then run within": ("modules.md", "data-parallel tables are refused"),
     "cannot be sent by a CPU": ("communication.md", "FP8 and BF16 on a CPU"),
     "cannot be replicated: its weights are torch.float16": ("communication.md", "Tables in 16 bits"),
     "cannot be replicated: it (belongs|is)": ("communication.md", "of feature-processed modules and of managed"),
@@ -200,18 +201,16 @@ class Outcome:
 
     def differences(self, other: Outcome, what: str, *, losses: bool = True) -> list[str]:
         found = [] if not losses or _same(self.losses, other.losses) else ["losses"]
-        found += [] if not losses or _same(self.validated, other.validated) else ["validated losses"]
+        if losses and not _same(self.validated, other.validated, _nearly if self.averages else _equal):
+            found.append("validated losses")
         for mine, theirs, kind in ((self.state, other.state, ""), (self.averages, other.averages, "averages of ")):
             keys = mine.keys() & theirs.keys() if kind else mine.keys() | theirs.keys()
-            same = _nearly if kind else _equal  # a row's average makes up for samples at once, at each save for example
+            # A row's average makes up for samples at once, at each save for example.
+            same = _nearly if kind else _equal
             both = mine.keys() & theirs.keys()
             names = [key for key in sorted(keys) if key not in both or not same(mine[key], theirs[key])]
             found += [f"{kind}{name}" for name in names[:8]]
         return [f"{what}: {', '.join(found)}"] if found else []
-
-
-def _same(mine: Sequence[float], theirs: Sequence[float]) -> bool:
-    return len(mine) == len(theirs) and _equal(torch.tensor(mine), torch.tensor(theirs))
 
 
 def _nearly(mine: Tensor, theirs: Tensor) -> bool:
@@ -220,6 +219,10 @@ def _nearly(mine: Tensor, theirs: Tensor) -> bool:
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:
     return mine.shape == theirs.shape and torch.equal(mine.nan_to_num(nan=-7.5), theirs.nan_to_num(nan=-7.5))
+
+
+def _same(mine: Sequence[float], theirs: Sequence[float], equal: Callable[[Tensor, Tensor], bool] = _equal) -> bool:
+    return len(mine) == len(theirs) and equal(torch.tensor(mine), torch.tensor(theirs))
 
 
 def options_of(found: Combination, module: Net) -> dict[str, Any]:
