@@ -264,14 +264,18 @@ def seed_shards(rank: int) -> None:
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return weights that TorchRec would initialize anew, by collection; managed collisions begin without ids."""
-    modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
+    """Return weights that TorchRec would initialize anew, by collection; managed collisions begin without ids.
+
+    Each rank initializes its shards of tables on `meta`.
+    """
     managed = [part for part in model.modules() if isinstance(part, ManagedCollisionModule)]
     without = {id(weight) for part in managed for weight in part.parameters()}  # MPZCH keeps its ids in parameters
-    return {
-        name: {key: weight for key, weight in model.get_submodule(name).named_parameters() if id(weight) not in without}
-        for name in sorted(modules)
-    }
+    found: dict[str, dict[str, nn.Parameter]] = {}
+    for name in sorted({table.module for table in tables}):
+        for key, weight in model.get_submodule(name).named_parameters():
+            if id(weight) not in without and not weight.is_meta:
+                found.setdefault(name, {})[key] = weight
+    return found
 
 
 def _let_go(model: nn.Module, tables: list[Table]) -> None:
