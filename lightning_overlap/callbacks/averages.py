@@ -118,6 +118,11 @@ class Averages:
             self._watch.detach()
         self._watch = self._access = None
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether updates of rows are followed, as in a fit."""
+        return self._watch is not None
+
     def _before_update(
         self, number: int, indices: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None
     ) -> None:

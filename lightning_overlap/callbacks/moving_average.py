@@ -158,6 +158,13 @@ class ExponentialMovingAverage(Callback):
                 stacklevel=2,
             )
 
+    def _catch_up(self, trainer: Trainer) -> None:
+        """Take the sample of the step that has ended: callbacks before this one may save, or read averages, first."""
+        assert self._strategy is not None
+        has_ended = trainer.training and not trainer.interrupted and not self._strategy.is_within_step
+        if has_ended and self._averages is not None and self._averages.is_watched:
+            self._sample_if_due(trainer)
+
     def _sample(self, averages: Averages) -> bool:
         """Take a sample; return whether a write by hand may have hidden older values of rows."""
         assert self._strategy is not None
@@ -236,6 +243,8 @@ class ExponentialMovingAverage(Callback):
         increment stands, and which `ckpt_path="last"` does not find. Training within it is an error. Before the first
         sample the module keeps its weights.
         """
+        if self._strategy is not None and self._strategy.running_trainer is not None:
+            self._catch_up(self._strategy.running_trainer)
         if not self.num_samples:
             yield
             return
@@ -267,6 +276,7 @@ class ExponentialMovingAverage(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._strategy is not None and self._strategy.saves_averages:
             return
+        self._catch_up(trainer)
         self.bring_up_to_date()
         state: dict[str, Any] = {"num_samples": self.num_samples, "last_step": self._last}
         checkpoint[STATE] = state

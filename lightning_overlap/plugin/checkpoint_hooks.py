@@ -204,7 +204,7 @@ class SavesShards(HasRun):
         resumable = "optimizer_states" in checkpoint and not serves
         place = self._place_of_save(filepath, storage_options, saved_format)
         # Outside of training nothing would wait for a thread, nor raise its error.
-        in_fit = self._running_trainer is not None and self._fits
+        in_fit = self.running_trainer is not None and self._fits
         self._is_in_thread = self.async_checkpoint and in_fit and not self._saves_at_once and saved_format != FULL
         # Without optimizers, or with averages as weights, a checkpoint has other state than the increments.
         increments = self._fit.increments if self._fit is not None and in_fit and resumable else None
@@ -253,7 +253,7 @@ class SavesShards(HasRun):
         # From here on "last" finds this checkpoint as soon as it is complete.
         if not serves:
             self._newest = place  # complete before `on_commit` calls anything
-        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, place) if self.is_global_zero else []:
+        for bridge, is_last in checkpoint_links.bridges(self.running_trainer, place) if self.is_global_zero else []:
             if is_last:
                 self._on_commit(place, bridge.discard)
             elif resumable:
@@ -271,7 +271,7 @@ class SavesShards(HasRun):
 
     def _generators_of_place(self) -> Generators | None:
         """Return the states of generators where a resumed fit continues; None: as they are now."""
-        fit, trainer = self._fit, self._running_trainer
+        fit, trainer = self._fit, self.running_trainer
         if fit is None or trainer is None:
             return None
         fit_loop: Any = trainer.fit_loop
@@ -294,7 +294,7 @@ class SavesShards(HasRun):
     def _first_last(self, place: Place) -> Place | None:
         """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet."""
         # With `save_last=True` Lightning saves it again as the last checkpoint; until then "last" finds nothing else.
-        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, place):
+        for bridge, is_last in checkpoint_links.bridges(self.running_trainer, place):
             stem, _, suffix = bridge.name.partition(".new")
             with suppress(OSError):  # of a store; if it lasts, the save fails too, and all ranks say so
                 if not is_last and not place.names_beside(stem, suffix):
@@ -315,7 +315,7 @@ class SavesShards(HasRun):
         if not _is_plain_file(filepath, None, self.checkpoint_io) and not in_store:
             self._folder_saver.on_commit(remove_own)
         elif self.is_global_zero:
-            last = checkpoint_links.keeping_last(self._running_trainer)
+            last = checkpoint_links.keeping_last(self.running_trainer)
             stems = {callback.CHECKPOINT_NAME_LAST for callback in last}
             place = checkpoints.place_at(filepath)
             remove = partial(_remove, place, self._newest, stems)

@@ -137,7 +137,7 @@ class FailsTogether(SavesShards):
 
     def _torn_down(self, first: BaseException) -> BaseException:
         """Do what Lightning does after the callbacks' `on_exception`; return the run's error."""
-        trainer = self._running_trainer
+        trainer = self.running_trainer
         self.on_exception(first)
         if trainer is not None:
             tear_down(trainer)

@@ -49,6 +49,11 @@ class MidStep:
         self._part, self._generators = _Part.NONE, None
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a step is under way."""
+        return self._part is not _Part.NONE
+
+    @property
     def generators(self) -> Generators | None:
         """The states of generators before the step that is under way; None without one, or if no module draws rows."""
         return self._generators

@@ -171,13 +171,19 @@ class HasRun(Strategy):
         return self.lightning_module is not None and bool(sharded_modules(self.lightning_module))
 
     @property
-    def _running_trainer(self) -> Trainer | None:
+    def running_trainer(self) -> Trainer | None:
+        """The trainer of the run that goes on; None outside of runs, and without tables."""
         return None if self._run is None else self._run.trainer
 
     @property
     def _fit(self) -> Fit | None:
         """The training that goes on; None outside of a fit, and without tables."""
         return None if self._run is None else self._run.fit
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a step of training is under way, up to the end of its optimizer's step."""
+        return self._fit is not None and self._fit.mid_step.is_under_way
 
     @property
     def _walker(self) -> Walker | None:

@@ -54,10 +54,6 @@ class Draw:
         in_evaluation = self.hook.startswith("on_validation") and self.hook != "on_validation_end"
         return self.served or (not self.nested and in_evaluation)
 
-    @property
-    def num_samples(self) -> int:
-        return AT - (self.is_first and self.hook == "on_train_batch_end")
-
 
 @dataclass
 class Found:

@@ -39,7 +39,7 @@ def off_by(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def check(draw: Draw, found: Found, folder: Path, plain: Any) -> None:
     weights = tables_in(plain[AT - 1][0])
-    averages = tables_in(plain[draw.num_samples - 1][1])
+    averages = tables_in(plain[AT - 1][1])
     assert off_by(weights, averages) > 100 * ROUNDING
     expected, trained = averages if draw.reads_averages else weights, found.trained[AT]
     assert off_by(trained, weights) < ROUNDING
