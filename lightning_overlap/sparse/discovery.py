@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import gather_if_unequal
 from ..runtime import Path
-from ..tables import has_model_parallel_tables, refuse_several_kernels, several_kernels
+from ..tables import has_model_parallel_tables, refuse_varying_sizes, why_not_varying_sizes
 from .batch_inputs import input_in, inputs_of
 from .input_sizes import check_types, types_in
 from .module_flight import ModuleFlight
@@ -56,13 +56,13 @@ class Discovery:
 
     def _check_varying_sizes(self) -> None:
         """Refuse batch sizes that vary by feature where kernels of any rank cannot take them; all ranks call this."""
-        if self._pipeline.streams.is_async:  # on CUDA kernels write one output together
-            return
         varies = any(kjt.variable_stride_per_key() for _, kjt in self._at_first)
-        own, group = (varies, several_kernels(self._pipeline.modules)), self._pipeline.group
+        # On CUDA kernels write one output together.
+        why = why_not_varying_sizes(self._pipeline.modules, on_cpu=not self._pipeline.streams.is_async)
+        own, group = (varies, why), self._pipeline.group
         by_rank = [own] if group is None else gather_if_unequal(own, group)
         if any(varies for varies, _ in by_rank):
-            refuse_several_kernels([several for _, several in by_rank])
+            refuse_varying_sizes([why for _, why in by_rank])
 
     def discover(self) -> None:
         """Find the inputs of the modules' calls in the batch; all ranks call this after the same forward."""

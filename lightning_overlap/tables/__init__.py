@@ -1,6 +1,6 @@
 """Find and shard a model's embedding tables, check their optimizers, and inspect the sharded modules."""
 
-from .batch_sizes import no_samples, refuse_other_batch_sizes, refuse_several_kernels, several_kernels
+from .batch_sizes import no_samples, refuse_other_batch_sizes, refuse_varying_sizes, why_not_varying_sizes
 from .combined_optimizer import TABLES, DenseAndFused, combined_optimizer, optimizer_name, rate_setter
 from .frozen import frozen_parts, frozen_sent_parts, frozen_tables, parts_trained_here, trains_itself
 from .fused_arguments import kernel_arguments

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
@@ -59,31 +60,46 @@ def _refusing(tables: str, sizes: list[int]) -> Callable[[Tensor], NoReturn]:
     return refuse
 
 
-def several_kernels(modules: Mapping[str, Any]) -> str | None:
-    """Return what this rank cannot look up on a CPU if batch sizes vary by feature, in words; None if nothing.
+_TAKE_VARYING_SIZES = {
+    *(EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.NONE),
+    *(EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD),
+}
+"""Optimizers whose kernels take batch sizes that vary by feature. Source: `_generate_vbe_metadata`, FBGEMM 1.6 to 1.8."""
+
+
+def why_not_varying_sizes(modules: Mapping[str, Any], *, on_cpu: bool) -> str | None:
+    """Return why this rank cannot look up a batch whose sizes vary by feature, with the way out; None if it can.
 
     TorchRec lets several kernels of a sharding type write one output then, which FBGEMM has for CUDA only.
     """
     for name, module in modules.items():
-        if spec_of(module) is None or holds_sequences(module):
+        if spec_of(module) is None:
             continue
         for lookup in lookups_of(tables_of(module)):
-            kernels = [", ".join(table.name for table in tables) for tables, _ in kernels_in(lookup)]
-            if len(kernels) > 1:
-                return f"the tables of {name!r} have {len(kernels)} kernels of one sharding type ({'; '.join(kernels)})"
+            kernels = [([table.name for table in tables], kernel) for tables, kernel in kernels_in(lookup)]
+            for tables, kernel in kernels:
+                kind = getattr(kernel, "optimizer", EmbOptimType.NONE)
+                if isinstance(kind, EmbOptimType) and kind not in _TAKE_VARYING_SIZES:
+                    return (
+                        f"{some(tables)} of {name!r} have a kernel of {kind.name}, which takes one size only. Train them "
+                        "by SGD, RowWiseAdagrad or Adam"
+                    )
+            if on_cpu and len(kernels) > 1 and not holds_sequences(module):
+                named = "; ".join(", ".join(tables) for tables, _ in kernels)
+                return (
+                    f"the tables of {name!r} have {len(kernels)} kernels of one sharding type ({named}), which FBGEMM "
+                    "cannot look up together on a CPU. Tables share a kernel if they have the same optimizer, pooling "
+                    "and data_type, and if none or all are frozen: make them alike, give them sharding types or ranks "
+                    "of their own"
+                )
     return None
 
 
-def refuse_several_kernels(by_rank: Sequence[str | None]) -> None:
-    """Raise a ValueError if batch sizes vary by feature and any rank has `several_kernels`."""
-    rank, found = next(((rank, one) for rank, one in enumerate(by_rank) if one is not None), (0, None))
-    if found is not None:
-        raise ValueError(
-            f"batch sizes vary by feature, and on rank {rank} {found}, which FBGEMM cannot look up together on a CPU. "
-            "Tables share a kernel if they have the same optimizer, pooling and data_type, and if none or all are "
-            "frozen: make them alike, give them sharding types or ranks of their own, or give the features one batch "
-            "size."
-        )
+def refuse_varying_sizes(by_rank: Sequence[str | None]) -> None:
+    """Raise a ValueError with what `why_not_varying_sizes` returned on the first rank that cannot look them up."""
+    rank, why = next(((rank, one) for rank, one in enumerate(by_rank) if one is not None), (0, None))
+    if why is not None:
+        raise ValueError(f"batch sizes vary by feature, and on rank {rank} {why}, or give the features one batch size.")
 
 
 def no_samples(call: str) -> str:

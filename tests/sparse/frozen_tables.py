@@ -152,7 +152,7 @@ def fit_varying_sizes(pipeline: str) -> list[bool]:
     with (
         mock.patch.object(SplitTableBatchedEmbeddingBagsCodegen, "forward", forward),
         mock.patch.object(GroupedPooledEmbeddingsLookup, "_forward_with_vbe_merging", of_several),
-        mock.patch.object(discovery, "several_kernels", return_value=None),  # they are refused on a CPU
+        mock.patch.object(discovery, "why_not_varying_sizes", return_value=None),  # they are refused on a CPU
     ):
         places = {
             name: table_wise(rank=rank, compute_kernel="fused") for name, rank in (("t0", 0), ("t1", 0), ("t2", 1))
