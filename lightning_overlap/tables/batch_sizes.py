@@ -64,7 +64,8 @@ _TAKE_VARYING_SIZES = {
     *(EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.NONE),
     *(EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD),
 }
-"""Optimizers whose kernels take batch sizes that vary by feature. Source: `_generate_vbe_metadata`, FBGEMM 1.6 to 1.8."""
+"""Optimizers whose kernels take batch sizes that vary by feature. Source: FBGEMM 1.6 to 1.8, `_generate_vbe_metadata`.
+"""
 
 
 def why_not_varying_sizes(modules: Mapping[str, Any], *, on_cpu: bool) -> str | None:
@@ -81,8 +82,8 @@ def why_not_varying_sizes(modules: Mapping[str, Any], *, on_cpu: bool) -> str | 
                 kind = getattr(kernel, "optimizer", EmbOptimType.NONE)
                 if isinstance(kind, EmbOptimType) and kind not in _TAKE_VARYING_SIZES:
                     return (
-                        f"{some(tables)} of {name!r} have a kernel of {kind.name}, which takes one size only. Train them "
-                        "by SGD, RowWiseAdagrad or Adam"
+                        f"{some(tables)} of {name!r} have a kernel of {kind.name}, which takes one size only. Train "
+                        "them by SGD, RowWiseAdagrad or Adam"
                     )
             if on_cpu and len(kernels) > 1 and not holds_sequences(module):
                 named = "; ".join(", ".join(tables) for tables, _ in kernels)
