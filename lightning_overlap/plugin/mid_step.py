@@ -5,6 +5,7 @@ from enum import IntEnum
 from torch import nn
 
 from ..checkpoint import Generators
+from ..compat.torch import num_writes
 from ..tables import ShardedStateNames, hands_out_rows
 
 
@@ -35,7 +36,7 @@ class MidStep:
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self._part, self._written = _Part.FORWARD, self._num_writes()
+        self._part, self._written = _Part.FORWARD, self._num_writes() if self._buffers else []
         if self._draws:
             self._generators = Generators.now()
 
@@ -71,7 +72,7 @@ class MidStep:
 
     def _num_writes(self) -> list[tuple[int, int]]:
         found = [buffers.get(name) for buffers, name in self._buffers]
-        return [(id(one), 0 if one is None or one.is_inference() else one._version) for one in found]
+        return [(id(one), 0 if one is None or one.is_inference() else num_writes(one)) for one in found]
 
 
 def refusal(changed: str) -> RuntimeError:
