@@ -120,7 +120,7 @@ def tables_after_fits(sharding: str) -> dict[str, Tensor]:
 
 def load_shards(path: str, sharding: str) -> Tensor:
     """Return a table that was made on `meta`, and filled as the fit began."""
-    trainer = fit(make_module(device=torch.device("meta")), page().LoadShards(path), sharding=sharding, rate=0.0)
+    trainer = fit(make_module(device="meta"), page().LoadShards(path), sharding=sharding, rate=0.0)
     table: Tensor = trainer.strategy.table("item_table")
     return table
 
