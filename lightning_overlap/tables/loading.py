@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.types import ShardedTensor
 
 from ..compat.torch import LoadOwn, load_around
 from .sharded_module import caching_tbes
