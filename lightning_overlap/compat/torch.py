@@ -46,7 +46,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo": ("OptimizedModule",),
     "torch.nn.Module": (
         *("_backward_hooks", "_backward_pre_hooks", "_call_impl", "_compiled_call_impl", "_forward_hooks"),
-        *("_forward_pre_hooks", "_modules"),
+        *("_forward_pre_hooks", "_load_from_state_dict", "_modules"),
     ),
     "torch.nn.Module.state_dict": ("_metadata",),
     "torch.nn.Parameter": ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"),
@@ -247,6 +247,22 @@ def restore_calls(module: nn.Module, call: Callable[..., Any]) -> None:
 def call_with_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module's present forward with its hooks, which a call from `replace_calls` has left out."""
     return module._call_impl(*args, **kwargs)
+
+
+LoadOwn: TypeAlias = Callable[[dict[str, Any], str], None]  # takes a state_dict and the prefix of the module's names
+
+
+def load_around(module: nn.Module, around: Callable[[dict[str, Any], str, LoadOwn], None]) -> None:
+    """Let `around` load a module's own part of a `state_dict`, hooks first; children take what it leaves in there.
+
+    It is called as `around(state_dict, prefix, load_own)`, and has to call `load_own(state_dict, prefix)`. A hook of
+    torch's would not do: those that a module has already come first.
+    """
+
+    def load(state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        around(state_dict, prefix, lambda given, at: type(module)._load_from_state_dict(module, given, at, *rest))
+
+    vars(module)["_load_from_state_dict"] = load
 
 
 def take_versions(state_dict: OrderedDict[str, Any], like: Mapping[str, Any]) -> None:

@@ -65,7 +65,9 @@ def check_kernels(
         table.path for table, how in planned if table.sharder.module_type in MANAGED and how.compute_kernel == DENSE
     )
     if device.type == "cpu":
-        configs = {name: _configs(model.get_submodule(name)) for name in {table.module: None for table in tables}}
+        configs = {
+            name: configs_by_table(model.get_submodule(name)) for name in {table.module: None for table in tables}
+        }
         _refuse_types({table.path: configs[table.module][table.name].data_type for table in tables})
         _refuse_empty([(table, how, configs[table.module][table.name]) for table, how in planned], fused)
         of_sequences = [table.path for table in tables if table.sharder.module_type in _OF_SEQUENCES]
@@ -161,7 +163,7 @@ def _refuse_empty(planned: list[tuple[Table, ParameterSharding, Any]], fused: Ap
         )
 
 
-def _configs(collection: nn.Module) -> dict[str, Any]:
+def configs_by_table(collection: nn.Module) -> dict[str, Any]:
     """Return table -> its config; its type may differ from that of TorchRec's unsharded table."""
     parts = [part for part in collection.modules() if isinstance(part, _WITH_CONFIGS)]
     configs = [one.embedding_bag_configs() if isinstance(one, _BAGS) else one.embedding_configs() for one in parts]

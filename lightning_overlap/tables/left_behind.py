@@ -51,7 +51,19 @@ class ShardsLeftBehind(nn.Module):
 
     @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
+        raise RuntimeError(self._text())
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):  # what `copy`, `pickle` and torch look for
+                raise
+            raise AttributeError(f"{name}: {self._text()}") from None
+
+    def _text(self) -> str:
+        return (
             f"this module is a copy, and its {self.kind} has no shards: shards stay with their process. Make a new "
             "module, and load a checkpoint of the copied module."
         )

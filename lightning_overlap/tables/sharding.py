@@ -22,13 +22,14 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from typing_extensions import override
 
 from ..compat.torch import applied_in_backward, forget_in_backward, tell_in_backward
-from ..compat.torchrec import forget_whole_weights, lookups_of
+from ..compat.torchrec import forget_whole_weights, lookups_of, tell_where_weights_are
 from ..distributed import take_from_rank_zero
 from ..text import check_known, some
 from .frozen import leave_out_frozen
 from .ignored_options import options_of_tables, refuse_ignored_options, warn_of_unused_optimizer
-from .kernel_checks import check_kernels, check_kernels_of_sharded
+from .kernel_checks import check_kernels, check_kernels_of_sharded, configs_by_table
 from .left_behind import leave_shards_behind
+from .loading import accept_some_tables
 from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .plans import KeptPlan, divide_in_two, make_planner, plan_on_rank_zero, sharding_types
@@ -91,6 +92,7 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
         _refuse_pruning_and_shared_weights(model, tables)
         if options.on_host is not None:
             _begin_as_rank_zero(model, tables, options.on_host, options.sends_buffers)
+        _refuse_other_shapes(model, tables)  # after it: shapes that differ by rank are errors there, on all ranks
         planned = _plan(model, tables, fused, options)
         _apply_optimizers(planned, fused, options.device)
         trained = planned.rules()  # TorchRec renames the arguments that they are read from
@@ -211,6 +213,8 @@ def _shard(model: nn.Module, planned: _Planned, options: ShardingOptions) -> Non
     before = dict(model.named_parameters())
     if any(table.parameter.is_meta for table in tables):
         seed_shards(group.rank())
+    for name in {table.module for table in tables}:
+        tell_where_weights_are(model.get_submodule(name))
     with _local_world_size(options.local_world_size):
         sharders = training_sharders(codecs_of(options.quantized_comms, device))
         env = ShardingEnv.from_process_group(group)
@@ -220,6 +224,7 @@ def _shard(model: nn.Module, planned: _Planned, options: ShardingOptions) -> Non
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
     if left_out := [table.path for table in find_tables(model)]:
         raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
+    accept_some_tables(model)
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     lookups = [lookup for module in table_modules(model).values() for lookup in lookups_of(module)]
@@ -316,6 +321,7 @@ def _watch(model: nn.Module) -> None:
     divide_means_by_name(model)
     answer_in_config_order(model)
     find_features_by_name(model)
+    accept_some_tables(model)
     watch_tables(model)
     refuse_gradients(model)
     leave_shards_behind(model)
@@ -394,6 +400,21 @@ def _refuse_pruning_and_shared_weights(model: nn.Module, tables: list[Table]) ->
                 "Sharded, the table would have a weight of its own, and they would no longer be one. Give one table "
                 "all the features (feature_names), or look up with it what the other part reads."
             )
+
+
+def _refuse_other_shapes(model: nn.Module, tables: list[Table]) -> None:
+    """Refuse weights of another shape than their configs have, by which TorchRec shards."""
+    configs = {name: configs_by_table(model.get_submodule(name)) for name in {table.module for table in tables}}
+    wrong = []
+    for table in tables:
+        config, shape = configs[table.module][table.name], tuple(table.parameter.shape)
+        if shape != (expected := (config.num_embeddings, config.embedding_dim)):
+            wrong.append(f"the weight of table {table.path} has the shape {shape}, and its config the shape {expected}")
+    if wrong:
+        raise ValueError(
+            f"{some(wrong, 3)}. Give the weight the rows and columns of the config (num_embeddings, embedding_dim), or "
+            "make the collection with a config for this weight."
+        )
 
 
 class ShardedStateNames(set[str]):

@@ -105,8 +105,10 @@ def check_module(
 ) -> ModuleReport:
     """Train your module in a mode and check that the laws hold for it; `docs/testing.md` explains each.
 
-    Runs six fits of new modules from the same seed, on the same batches: three in the mode and one as a reference,
-    `pipeline="base"`, whose lookups read equally old tables; and for law 10 two short fits, in the mode and unsharded.
+    Runs fits of new modules from the same seed, on the same batches: two in the mode (on one CPU rank, if it looks up
+    early, a third one on simulated streams) and one as a reference, `pipeline="base"`, whose lookups read equally old
+    tables; and for law 10 two short fits, in the mode and unsharded. If these two change different weights, the
+    unsharded module is trained once more in 64 bits.
 
     Without a process group this makes a temporary group of one rank. With a process group (for example under torchrun)
     call this on every rank; all ranks raise together. Ranks make the module with one seed and train with several.

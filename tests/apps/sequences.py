@@ -101,10 +101,27 @@ OWN: dict[str, Any] = {"AcrossRanks": _of(_AcrossRanks), "KeepsPadding": _of(_Ke
 
 def fit(module: Any, *callbacks: Callback, sharding: str = "row_wise", rate: float = RATE, **options: Any) -> Any:
     data = batches(dist.get_rank(), with_padding=options.pop("with_padding", False))
+    if options.pop("with_catalogue", False):
+        data = [{**batch, "ids": page().with_catalogue(batch["ids"])} for batch in data]
     strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=(torch.optim.SGD, {"lr": rate}), **options)
     trainer = make_trainer(strategy, callbacks=list(callbacks))
     trainer.fit(module, DataLoader(data, batch_size=None))
     return trainer
+
+
+def write_table(sharding: str) -> Tensor:
+    """Return a table that was written whole as the fit began."""
+    trainer = fit(make_module(), page().WriteTable(saved_rows() + 1), sharding=sharding, rate=0.0)
+    table: Tensor = trainer.strategy.table("item_table")
+    return table
+
+
+def table_with_catalogue(sharding: str) -> Tensor:
+    """Return the table after a fit whose loss has the scores of all items."""
+    table: Tensor = fit(make_module("WholeCatalogue"), sharding=sharding, with_catalogue=True).strategy.table(
+        "item_table"
+    )
+    return table
 
 
 def tables_after_fits(sharding: str) -> dict[str, Tensor]:
@@ -120,7 +137,7 @@ def tables_after_fits(sharding: str) -> dict[str, Tensor]:
 
 def load_shards(path: str, sharding: str) -> Tensor:
     """Return a table that was made on `meta`, and filled as the fit began."""
-    trainer = fit(make_module(device=torch.device("meta")), page().LoadShards(path), sharding=sharding, rate=0.0)
+    trainer = fit(make_module(device="meta"), page().LoadShards(path), sharding=sharding, rate=0.0)
     table: Tensor = trainer.strategy.table("item_table")
     return table
 
@@ -167,9 +184,13 @@ def metric_of_all_ranks() -> float:
 # -- plain torch ----------------------------------------------------------------------------------------------------
 
 
-def plain_table(num_ranks: int, *, across: bool) -> Tensor:
-    """Train torch.nn.Embedding(padding_idx=0) on all ranks' batches in one process; return its weight."""
-    module, table = make_module(), nn.Embedding(page().NUM_ITEMS, page().DIM, padding_idx=0)
+def plain_table(num_ranks: int, *, across: bool = False, catalogue: bool = False) -> Tensor:
+    """Train torch.nn.Embedding on all ranks' batches in one process; return its weight.
+
+    With `catalogue` the loss has the scores of all items, row 0 too; else row 0 is padding, which is not trained.
+    """
+    module = make_module()
+    table = nn.Embedding(page().NUM_ITEMS, page().DIM, padding_idx=None if catalogue else 0)
     with torch.no_grad():
         table.weight.copy_(module.items.embeddings["item_table"].weight)
     dense = torch.optim.SGD(module.encoder.parameters(), lr=0.1)
@@ -182,6 +203,9 @@ def plain_table(num_ranks: int, *, across: bool) -> Tensor:
         for history_BL, next_B in parts:
             states, _ = module.encoder(table(history_BL))
             query = states[torch.arange(len(states)), (history_BL != 0).sum(1) - 1]
+            if catalogue:
+                losses.append(nn.functional.cross_entropy(query @ table.weight.T, next_B))
+                continue
             more = (next_B, next_B.float() / 50) if across else ()
             losses.append(page().in_batch_loss(query, table(next_B), *more))
         torch.stack(losses).mean().backward()

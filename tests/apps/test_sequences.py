@@ -51,6 +51,20 @@ def test_saved_rows_in_pieces(ranks: Ranks, tmp_path: Path) -> None:
             assert torch.equal(table, sequences.saved_rows()), sharding
 
 
+def test_a_table_is_written_whole(ranks: Ranks) -> None:
+    for sharding in SHARDINGS:
+        for table in ranks.run(sequences.write_table, sharding):
+            assert torch.equal(table, sequences.saved_rows() + 1), sharding
+
+
+def test_a_softmax_over_all_items_is_that_of_plain_torch(ranks: Ranks) -> None:
+    expected = sequences.plain_table(ranks.world_size, catalogue=True)
+    assert not torch.allclose(expected, sequences.plain_table(ranks.world_size), atol=1e-3)
+    for sharding in SHARDINGS:
+        for table in ranks.run(sequences.table_with_catalogue, sharding):
+            torch.testing.assert_close(table, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_all_items_are_ranked(ranks: Ranks) -> None:
     rows = sequences.make_module().items.embeddings["item_table"].weight.detach()
     for sharding in SHARDINGS:

@@ -290,6 +290,23 @@ def test_loading_hands_the_versions_of_a_state_dict_to_the_modules() -> None:
         nn.BatchNorm1d(1).load_state_dict(copied)
 
 
+@meanings.of("torch.nn.Module._load_from_state_dict")
+def test_a_function_stands_around_the_loading_of_a_module_and_its_hooks() -> None:
+    seen: list[str] = []
+
+    def around(state_dict: dict[str, Any], prefix: str, load_own: compat.LoadOwn) -> None:
+        seen.append(f"before {prefix}")
+        state_dict[f"{prefix}bias"] = torch.ones(1)
+        load_own(state_dict, prefix)
+        seen.append("after")
+
+    module = nn.Sequential(nn.Linear(1, 1))
+    module[0].register_load_state_dict_pre_hook(lambda module, state_dict, *_: seen.append("hook"))
+    compat.load_around(module[0], around)
+    found = module.load_state_dict({"0.weight": torch.zeros(1, 1)})
+    assert (seen, found.missing_keys, module[0].bias.tolist()) == (["before 0.", "hook", "after"], [], [1.0])
+
+
 @meanings.of(
     "torch._C._functorch.peek_interpreter_stack", "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
 )

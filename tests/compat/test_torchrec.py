@@ -3,13 +3,21 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed.types import Awaitable
 from torchrec.modules import mc_modules
 
@@ -123,6 +131,22 @@ def test_sums_stay_sums_where_kernels_sum(two_ranks: Ranks) -> None:
 @meanings.of("ShardedEmbeddingBagCollection.sharding_type_to_sharding_infos")
 def test_whole_weights_go_once_they_are_forgotten(two_ranks: Ranks) -> None:
     two_ranks.run(sharded.whole_weights_go)
+
+
+@meanings.of("EmbeddingBagCollection._device", "EmbeddingCollection._device")
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_an_unsharded_collection_says_where_its_weights_are(kind: Any) -> None:
+    """Torch takes the name of a device as well, which equals none."""
+    config = EmbeddingConfig if kind is EmbeddingCollection else EmbeddingBagConfig
+
+    def make(device: Any) -> Any:
+        return kind(tables=[config(name="t", feature_names=["f"], num_embeddings=3, embedding_dim=4)], device=device)
+
+    for device in (None, "cpu", "meta", torch.device("meta")):
+        torchrec.tell_where_weights_are(nn.Sequential(collection := make(device)))
+        assert collection.device == torch.device(device or "cpu")
+    torchrec.tell_where_weights_are(collection := make(None).to("meta"))
+    assert collection.device == torch.device("meta")
 
 
 INNER: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -140,6 +140,10 @@ def copied_module() -> str:
     assert torch.equal(copied.bottom[0].weight, model.bottom[0].weight)
     with pytest.raises(RuntimeError) as caught:
         copied.ebc(None)
+    for name in ("embedding_bags", "embeddings", "weight", "embedding_bag_configs"):
+        assert not hasattr(copied.ebc, name)
+        with pytest.raises(AttributeError, match=f"{name}: this module is a copy, and its ShardedEmbeddingBag"):
+            getattr(copied.ebc, name)
     return str(caught.value)
 
 

@@ -128,6 +128,8 @@ def _train_with(id: int, wrong: _Wrong, out_of_range_ids: str) -> caller_fits.Ou
         *(_Wrong(COLUMN_WISE, pipeline) for pipeline in ("base", "semi_sync")),
         # FBGEMM sends -1 to the shard of the last rank.
         *(_Wrong(_BY_ROWS, pipeline, row=NUM_ROWS // 2) for pipeline in ("base", "fused_sparse_dist")),
+        # An id that is too large goes to the rank of its remainder.
+        *(_Wrong(_BY_ROWS, "base", row=NUM_ROWS // 2 * rank, id=1000 + rank) for rank in (0, 1)),
         _Wrong(_BY_ROWS, "sparse_dist", 1),
         *(_Wrong(SEQUENCE, pipeline, num) for pipeline, num in (("base", 1), ("fused_sparse_dist", 2))),
         *(_Wrong(_COPIED, pipeline, id=id) for pipeline in ("base", "fused_sparse_dist") for id in (-1, 1000)),
@@ -137,7 +139,7 @@ def _train_with(id: int, wrong: _Wrong, out_of_range_ids: str) -> caller_fits.Ou
     ],
     ids=str,
 )
-def test_minus_one_is_an_id_outside_as_any_other(get_ranks: Callable[..., Ranks], wrong: _Wrong) -> None:
+def test_an_id_outside_stands_for_the_first_row_of_a_shard(get_ranks: Callable[..., Ranks], wrong: _Wrong) -> None:
     """FBGEMM's own check leaves -1 to its kernels, and its dense kernels check nothing: both raise an error."""
     ranks = get_ranks(wrong.num_ranks)
     expected = ranks.run(_train_with, wrong.row, wrong, "error")

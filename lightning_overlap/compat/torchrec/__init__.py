@@ -51,6 +51,7 @@ from .modules import (
     shardings_of_sequences,
     start_output_dist,
     tables_within,
+    tell_where_weights_are,
 )
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {

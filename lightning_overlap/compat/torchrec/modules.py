@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,10 +15,13 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingTable
 from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _OF_BOTH = ("_env", "_input_dists", "_lookups", "_output_dists")
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "EmbeddingBagCollection": ("_device",),
+    "EmbeddingCollection": ("_device",),
     "ShardedEmbeddingBagCollection": (
         *(*_OF_BOTH, "_embedding_bag_configs", "_is_weighted", "_has_mean_pooling_callback", "_sharding_types"),
         *("_enabled_feature_score_auto_collection", "_features_order", "_free_features_storage_early"),
@@ -118,6 +122,18 @@ def forget_whole_weights(tables: Any) -> None:
     """
     for info in chain.from_iterable(getattr(tables, "sharding_type_to_sharding_infos", {}).values()):
         info.param = info.param.detach().to("meta")
+
+
+def tell_where_weights_are(unsharded: nn.Module) -> None:
+    """Let the unsharded collections within a module say in `device` whether they have weights on `meta`.
+
+    TorchRec copies all weights of a collection into the shards, unless its `device` equals `torch.device("meta")`. A
+    string, which torch takes as well, equals no device; and some of a collection's weights may be elsewhere.
+    """
+    for part in unsharded.modules():
+        if isinstance(part, (EmbeddingBagCollection, EmbeddingCollection)):
+            on_meta = any(weight.is_meta for weight in part.parameters())
+            part._device = torch.device("meta" if on_meta else part._device)
 
 
 # -- ids -------------------------------------------------------------------------------------------------------------
