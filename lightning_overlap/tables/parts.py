@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
@@ -100,7 +101,7 @@ class OfPart:
 
     __slots__ = ()
 
-    data = property(lambda self: self.detach(), Tensor.data.__set__)  # type: ignore[attr-defined]
+    data = property(lambda self: self.detach(), lambda self, value: set_data(self, value))
     """The part without its graph, `(rows, columns)`; PyTorch's `data` has a write count of its own."""
 
     @classmethod
@@ -118,7 +119,7 @@ class OfPart:
         if name not in _ABOUT and name not in _COPIES and not _is_attribute(func) and not _works_on_parts():
             _refuse_to_read(place_of(_first(OfPart, (args, kwargs))), "compiled code" if _is_traced() else name)
         with as_plain_tensors():
-            result = func(*args, **kwargs)
+            result = func(*_unwrapped(args), **_unwrapped(kwargs))
         is_copy = name in _COPIES and isinstance(target, OfPart) and isinstance(result, Tensor)
         if is_copy and not (name.endswith("_like") and _works_on_parts()):  # the states of an optimizer are its own
             return _as_part(result, place_of(target))
@@ -134,9 +135,24 @@ class OfPart:
 
 
 class Part(OfPart, Tensor):
-    """A tensor that shares or copies the memory of a part of a table."""
+    """A tensor that shares or copies the memory of a part of a table, which it wraps: it has no memory of its own.
 
-    __slots__ = ()
+    So operators that do not ask `__torch_function__`, such as those of `torch.func` and collectives, cannot read it.
+    """
+
+    def __new__(cls, own: Tensor, place: Place) -> "Part":
+        """Wrap a tensor, `(rows, columns)` of the table at `place`."""
+        # Of another layout, so that no dense tensor takes it for its `data`; users see the attributes of `own`.
+        made: Part = Tensor._make_wrapper_subclass(
+            cls, own.shape, dtype=own.dtype, device=own.device, layout=torch.sparse_coo
+        )
+        vars(made).update(own=own, place=place)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # type: ignore[override]
+        """Refuse what `__torch_function__` has not seen."""
+        _refuse_to_read(place_of(_first(Part, (args, kwargs or {}))), func.overloadpacket.__name__)
 
 
 class ShardedTable(ShardedTensor):  # type: ignore[misc]
@@ -169,7 +185,32 @@ def place_of(part: Any) -> Place:
 def local_part(weight: Tensor) -> Tensor:
     """Return a weight without its graph, for code that works on parts; of a table it is what this rank has."""
     with as_plain_tensors():
-        return weight.detach()
+        return _unwrapped((weight,))[0].detach()  # type: ignore[no-any-return]
+
+
+def set_data(weight: Tensor, value: Tensor) -> None:
+    """Give the weight of a sharded table other memory, for `nn.Module.to()` and the like; for users it is an error."""
+    first = next(_callers()).f_globals.get("__name__", "")
+    if not f"{first}.".startswith(("torch.", "torchrec.", "fbgemm_gpu.")):
+        name = getattr(weight, "name_in_model", None) or place_of(weight).weight
+        raise RuntimeError(
+            f"{name}.data cannot be exchanged any more: the table is sharded, and its kernel goes on with its own "
+            "memory. Give the table its values before fit (in __init__, setup or configure_model), or write into the weight: "
+            "load_state_dict takes whole tables, mul_, clamp_ and the like write every element alike."
+        )
+    with as_plain_tensors():
+        Tensor.data.__set__(weight, _unwrapped((value,))[0])  # type: ignore[attr-defined]
+
+
+def _unwrapped(values: Any) -> Any:
+    """Return nested tuples, lists and dicts with the tensors that parts wrap in the place of the parts."""
+    if isinstance(values, Part):
+        return vars(values)["own"]
+    if isinstance(values, Mapping):
+        return {key: _unwrapped(value) for key, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(map(_unwrapped, values))
+    return values
 
 
 def find_parts(model: nn.Module) -> dict[str, Place]:
@@ -211,9 +252,7 @@ def _text(part: Any) -> str:
 def _as_part(tensor: Tensor, place: Place) -> Any:
     if isinstance(tensor, OfPart):  # the operator has returned its argument
         return tensor
-    part = tensor.as_subclass(Part)
-    vars(part)["place"] = place
-    return part
+    return Part(tensor, place)
 
 
 def _names_for_users(model: nn.Module) -> dict[tuple[str, str], str]:
@@ -270,7 +309,8 @@ def _write(func: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     if any(not _fits(operand.shape, own) for operand in operands):
         return target  # this rank has nothing of the table: others write it
     with as_plain_tensors():
-        return func(*args, **kwargs)
+        func(*_unwrapped(args), **_unwrapped(kwargs))
+    return target
 
 
 def _fits(shape: tuple[int, ...], size: tuple[int, ...]) -> bool:

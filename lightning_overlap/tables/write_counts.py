@@ -16,7 +16,7 @@ from ..compat.torch import call_after_backward, current_backward, tree_leaves
 from ..compat.torch import num_writes as num_writes_of
 from ..compat.torchrec import parts_of, same_slice, set_lengths, set_values, set_weights
 from ..schedules import WeightOwner
-from .parts import OfPart, find_parts, guard_sharded_tensors
+from .parts import OfPart, find_parts, guard_sharded_tensors, set_data
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
@@ -102,7 +102,7 @@ class WatchedTable(_KeptAsMade, TableBatchedEmbeddingSlice):  # type: ignore[mis
 
     __slots__ = ()
 
-    data = property(lambda self: self.detach(), Tensor.data.__set__)  # type: ignore[attr-defined]
+    data = property(lambda self: self.detach(), set_data)
     """The weight without its graph, `(num_embeddings, embedding_dim)`."""
 
     @classmethod

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_summary import ModelSummary
@@ -354,3 +355,64 @@ def calls_in_steps(fit: Fit) -> int:
     with mock.patch.object(parts, "_name_of", count):
         trainer.fit(net)
     return ends[0]
+
+
+def _sum_of_plain(part: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.sum()
+
+
+PAST_OPERATORS: dict[str, Callable[[Tensor], Any]] = {  # what asks no `__torch_function__`, or none of the part's
+    "tensor": lambda part: torch.tensor(part),
+    "legacy": lambda part: torch.Tensor(part),
+    "vmap": lambda part: torch.vmap(lambda row: row.sum())(part),
+    "set_": lambda part: torch.empty(0).set_(part),
+    "as_subclass": lambda part: part.as_subclass(Tensor).sum(),
+    "disabled": _sum_of_plain,
+    "all_reduce": lambda part: dist.all_reduce(part),
+    "another_data": lambda part: setattr(nn.Parameter(torch.zeros(part.shape)), "data", part),
+    "storage": lambda part: part.untyped_storage(),
+    "compiled": torch.compile(lambda part: part.sum(), backend="eager"),
+}
+
+
+def reads_past_operators(fit: Fit) -> list[str]:
+    """Return what reads `weight.data` without an error."""
+    found: list[str] = []
+
+    class Reads(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            for at in range(len(fit.tables)):
+                weight = module.get_parameter(key_of(fit, at))
+                for source, part in (("data", weight.data), ("detach", weight.detach()), ("copy", weight.clone())):
+                    for name, read in PAST_OPERATORS.items():
+                        try:
+                            read(part)
+                        except (RuntimeError, TypeError, NotImplementedError):
+                            continue
+                        found.append(f"{name} of {source} of t{at}")
+
+    trainer, net = make_fit(fit, Reads())
+    trainer.fit(net)
+    return found
+
+
+def exchanged_memory(fit: Fit) -> list[str]:
+    """Return the errors of `weight.data = ...`, by table, and for tables that are whole on each rank."""
+    errors: list[str] = []
+
+    class Writes(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            for at in range(len(fit.tables)):
+                weight = module.get_parameter(key_of(fit, at))
+                try:
+                    weight.data = torch.ones(weight.shape)
+                except RuntimeError as err:
+                    errors.append(str(err))
+            for source in ("data", "detach"):
+                assert SOURCES[source](module, key_of(fit, 0)).layout is torch.strided
+            module.to("cpu")
+
+    trainer, net = make_fit(fit, Writes())
+    trainer.fit(net)
+    return errors

@@ -26,6 +26,19 @@ def test_a_part_is_never_read_as_the_whole(get_ranks: Callable[..., Ranks], fit:
         assert seen == {*part_reads.HOOKS, *part_reads.STEPS}
 
 
+def test_nothing_reads_what_shares_or_copies_a_part(two_ranks: Ranks) -> None:
+    fit = Fit((Table("row_wise"), Table("column_wise"), Table("table_wise")), num_steps=2)
+    assert two_ranks.run(part_reads.reads_past_operators, fit) == [[], []]
+
+
+def test_the_memory_of_a_sharded_table_is_not_exchanged(ranks: Ranks) -> None:
+    """Kernels would go on with their own."""
+    fit = Fit((Table("row_wise"), Table("table_wise"), Table("replicated")), num_steps=2)
+    for errors in ranks.run(part_reads.exchanged_memory, fit):
+        assert len(errors) == 3
+        assert all("its kernel goes on with its own memory" in error for error in errors)
+
+
 def test_on_three_ranks(get_ranks: Callable[..., Ranks]) -> None:
     fit = Fit((Table("row_wise"), Table("table_wise"), Table("grid_shard")), "base", num_steps=3)
     for wrong, _ in get_ranks(3).run(part_reads.wrong_reads, fit, 3):
