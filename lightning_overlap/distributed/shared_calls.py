@@ -7,11 +7,11 @@ import weakref
 
 import torch.distributed as dist
 
-from .mismatches import Mismatches, Point
+from .mismatches import Mismatches
 from .stores import DeadlineStore, Store
 
 _ANY_NUMBER = 1 << 62  # of failures
-_FIRST: Point = ("shared call", 1)
+_POINT = "shared call"
 LEAVE_S = 3.0  # how long a process that keeps the store waits at its end for ranks that have not ended yet
 
 
@@ -28,16 +28,15 @@ class SharedCalls:
         self._mismatches = Mismatches(store, key, rank, num_ranks, timeout_s, counts_steps=False, num_failed=num_failed)
         self.key = key
         self._store, self._num_ranks, self._timeout_s = store, num_ranks, timeout_s
-        self._rank, self._stage = rank, 0
-        self._num_calls, self._point = 0, _FIRST  # in this stage; where its next call is
+        self._rank, self._stage, self._num_calls = rank, 0, 0
         _open.add(self)
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # before the process groups end
 
     def begin_stage(self) -> None:
         """Note that this rank has made all calls of the present stage, and begin the next one."""
-        self._mismatches.passed(self._point, self._stage)
-        self._stage, self._num_calls, self._point = self._stage + 1, 0, _FIRST
+        self._mismatches.passed((_POINT, self._num_calls + 1), self._stage)
+        self._stage, self._num_calls = self._stage + 1, 0
 
     def meet(self, call: str, advice: str) -> None:
         """Wait until all ranks make this call.
@@ -46,20 +45,23 @@ class SharedCalls:
         has failed or does not come in time.
         """
         try:
-            other = self._mismatches.other(self._point, self._stage, call, waits=f"in its call of {call}")
+            other = self._mismatches.other(
+                (_POINT, self._num_calls + 1), self._stage, call, waits=f"in its call of {call}"
+            )
         except dist.DistError as err:  # the store ends with the rank that keeps it
             raise RuntimeError(f"rank {self._rank} calls {call}, and another rank has ended. {advice}") from err
         if other is not None:
             does = "goes on without it" if other.what is None else f"calls {other.what}"
             raise RuntimeError(f"rank {self._rank} calls {call}, rank {other.rank} {does}. {advice}")
         self._num_calls += 1
-        self._point = ("shared call", self._num_calls + 1)
 
     def end(self) -> None:
         """Tell ranks that still wait, or will wait, that this rank makes no more calls."""
         _open.discard(self)
-        self._mismatches.passed(self._point, self._stage, starts_thread=False)  # an ending process may start none
-        self._stage, self._num_calls, self._point = self._stage + 1, 0, _FIRST
+        self._mismatches.passed(
+            (_POINT, self._num_calls + 1), self._stage, starts_thread=False
+        )  # an ending process may start none
+        self._stage, self._num_calls = self._stage + 1, 0
         self._mismatches.end()
 
     def wait_for_others(self, timeout_s: float) -> None:

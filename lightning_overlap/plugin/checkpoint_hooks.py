@@ -127,7 +127,9 @@ class SavesShards(HasRun):
             return
         if self._fit is not None and "optimizer_states" in checkpoint and not self._interrupted:
             has_looked_up = self._fit.sparse.forwards.are_called
-            if (changed := self._fit.mid_step.changed(has_looked_up=has_looked_up)) is not None:
+            # One rank alone may write a buffer, and the others would save without it.
+            by_rank = self.gather(self._fit.mid_step.changed(has_looked_up=has_looked_up))
+            if (changed := next((one for one in by_rank if one is not None), None)) is not None:
                 raise mid_step.refusal(changed)
         self.settle_save()
         # Its thread uses `checkpoint_group`, as everything below does.

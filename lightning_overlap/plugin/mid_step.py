@@ -31,12 +31,12 @@ class MidStep:
             for name in module._buffers
             if f"{path}.{name}".lstrip(".") not in sharded
         ]
-        self._written: list[tuple[int, int]] = []  # which tensors they were as the step began, how often written
+        self._buffers_before: list[tuple[int, int]] = []  # as the step began
         self._generators: Generators | None = None
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self._part, self._written = _Part.FORWARD, self._num_writes() if self._buffers else []
+        self._part, self._buffers_before = _Part.FORWARD, self._buffers_now() if self._buffers else []
         if self._draws:
             self._generators = Generators.now()
 
@@ -66,11 +66,12 @@ class MidStep:
         if self._part is _Part.FORWARD:
             if self._draws and has_looked_up:
                 return "managed collision modules have seen its ids"
-            if self._num_writes() != self._written:
+            if self._buffers_now() != self._buffers_before:
                 return "buffers, such as statistics of BatchNorm, have been updated"
         return None
 
-    def _num_writes(self) -> list[tuple[int, int]]:
+    def _buffers_now(self) -> list[tuple[int, int]]:
+        """Return which tensor each buffer is, and how often it has been written."""
         found = [buffers.get(name) for buffers, name in self._buffers]
         return [(id(one), 0 if one is None or one.is_inference() else num_writes(one)) for one in found]
 

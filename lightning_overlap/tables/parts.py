@@ -150,7 +150,9 @@ class Part(OfPart, Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
         """Refuse what `__torch_function__` has not seen."""
         _refuse_to_read(place_of(_first(Part, (args, kwargs or {}))), func.overloadpacket.__name__)
 
@@ -195,8 +197,8 @@ def set_data(weight: Tensor, value: Tensor) -> None:
         name = getattr(weight, "name_in_model", None) or place_of(weight).weight
         raise RuntimeError(
             f"{name}.data cannot be exchanged any more: the table is sharded, and its kernel goes on with its own "
-            "memory. Give the table its values before fit (in __init__, setup or configure_model), or write into the weight: "
-            "load_state_dict takes whole tables, mul_, clamp_ and the like write every element alike."
+            "memory. Give the table its values before fit (in __init__, setup or configure_model), or write into it: "
+            "load_state_dict(..., strict=False) takes whole tables, and mul_, clamp_ and the like write every element."
         )
     with as_plain_tensors():
         Tensor.data.__set__(weight, _unwrapped((value,))[0])  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from ..text import check_known, some
 from .frozen import leave_out_frozen
 from .ignored_options import options_of_tables, refuse_ignored_options, warn_of_unused_optimizer
 from .kernel_checks import check_kernels, check_kernels_of_sharded, configs_by_table
+from .kept_outside import refuse_kept_outside
 from .left_behind import leave_shards_behind
 from .loading import accept_some_tables
 from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
@@ -90,6 +91,7 @@ def shard_tables(model: nn.Module, options: ShardingOptions) -> None:
     check_kernels_of_sharded(model, options.device)
     if tables:
         _refuse_pruning_and_shared_weights(model, tables)
+        refuse_kept_outside(model, tables)
         if options.on_host is not None:
             _begin_as_rank_zero(model, tables, options.on_host, options.sends_buffers)
         _refuse_other_shapes(model, tables)  # after it: shapes that differ by rank are errors there, on all ranks

@@ -46,6 +46,11 @@ FOUND = {
     "buffers_of_processors_in_a_folder": Combination(0, BUFFERS, (), ("on_train_epoch_end", 2, "sharded")),
     "buffers_of_processors_on_one_rank": Combination(0, BUFFERS, (), ("on_train_batch_end", 2, "full"), num_ranks=1),
     "frozen_beside_batch_sizes_by_feature": Combination(0, "variable_batch", (("frozen", True),)),
+    "optimizers_within_ddp": Combination(0, "fused_bags", (("sharding", "data_parallel"),)),
+    "losses_at_averages": Combination(
+        0, "several_collections", (("averages", True), ("validation", 3)), ("on_train_batch_end", 4, "sharded")
+    ),
+    "adagrad_with_batch_sizes_by_feature": Combination(0, "variable_batch", (("fused_optimizer", "Adagrad"),)),
     "released_ids_of_managed_collisions": Combination(0, "managed_sequences", (("release_features", True),)),
 }
 """What combinations have found, each as simple as it gets."""

@@ -10,8 +10,8 @@ from ..support.cases import NUM_DENSE, TABLE_WISE, Batch, Batches, Model
 from ..support.fits import make_strategy, make_trainer
 
 PLACES = ("start", "after_norm", "after_lookup")
-BUFFERS = ("trained", "evaluated", "replaced", "none")  # what the forward does with its buffers
-REFUSED = [(place, buffers) for place in PLACES[1:] for buffers in ("trained", "replaced")]
+BUFFERS = ("trained", "evaluated", "replaced", "on_one_rank", "none")  # what the forward does with its buffers
+REFUSED = [(place, buffers) for place in PLACES[1:] for buffers in ("trained", "replaced", "on_one_rank")]
 
 
 class Saves(Model):
@@ -31,8 +31,10 @@ class Saves(Model):
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
         self._at("start")
-        if self.buffers in ("evaluated", "replaced"):
+        if self.buffers in ("evaluated", "replaced", "on_one_rank"):
             self.norm.eval()
+        if self.buffers == "on_one_rank" and self.global_rank == 1:
+            self.norm.running_mean.add_(0.1)
         if self.buffers == "replaced":
             self.norm.running_mean = self.norm.running_mean + 0.1
         self.norm(batch.dense)
