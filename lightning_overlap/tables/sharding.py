@@ -27,8 +27,8 @@ from ..distributed import take_from_rank_zero
 from ..text import check_known, some
 from .frozen import leave_out_frozen
 from .ignored_options import options_of_tables, refuse_ignored_options, warn_of_unused_optimizer
-from .kernel_checks import check_kernels, check_kernels_of_sharded, configs_by_table
 from .kept_outside import refuse_kept_outside
+from .kernel_checks import check_kernels, check_kernels_of_sharded, configs_by_table
 from .left_behind import leave_shards_behind
 from .loading import accept_some_tables
 from .names import answer_in_config_order, divide_means_by_name, find_features_by_name
