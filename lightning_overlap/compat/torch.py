@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "torch.Tensor": ("_version",),
+    "torch.Tensor": ("_make_wrapper_subclass", "_version"),
     "torch.UntypedStorage": ("_cdata",),
     "torch.OpOverload": ("_schema",),
     "torch.ops.aten": ("_local_scalar_dense", "_to_copy", "_unique2"),
@@ -46,7 +46,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo": ("OptimizedModule",),
     "torch.nn.Module": (
         *("_backward_hooks", "_backward_pre_hooks", "_call_impl", "_compiled_call_impl", "_forward_hooks"),
-        *("_forward_pre_hooks", "_load_from_state_dict", "_modules"),
+        *("_buffers", "_forward_pre_hooks", "_load_from_state_dict", "_modules", "_parameters"),
     ),
     "torch.nn.Module.state_dict": ("_metadata",),
     "torch.nn.Parameter": ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"),
@@ -170,6 +170,21 @@ if "KINETO_USE_DAEMON" in os.environ:  # a daemon may start a profiler unseen by
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Return a context in which subclasses of tensors are tensors like others: their `__torch_function__` is not called."""
 
+_Wrapper = TypeVar("_Wrapper", bound=Tensor)
+
+
+def wrapper_of(cls: type[_Wrapper], own: Tensor) -> _Wrapper:
+    """Return a tensor of a subclass with another tensor's shape, dtype and device, and without memory.
+
+    Its layout is another one, so that no dense tensor takes it for its `data`. Operators that do not ask the subclass's
+    `__torch_function__` ask its `__torch_dispatch__`.
+    """
+    made: _Wrapper = Tensor._make_wrapper_subclass(
+        cls, own.shape, dtype=own.dtype, device=own.device, layout=torch.sparse_coo
+    )
+    return made
+
+
 ASKED_BY_APPLY = torch._has_compatible_shallow_copy_type.__name__
 """Name of the function that `nn.Module.to()` and the like ask whether a weight can be set by its `data`."""
 
@@ -205,6 +220,19 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     """Return the children of a module by name: a dict that may be written, also with what is no module."""
     children: dict[str, Any] = module._modules
     return children
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own buffers by name, a dict that is kept up to date."""
+    buffers: dict[str, Tensor | None] = module._buffers
+    return buffers
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes by name, without its parameters, buffers and children."""
+    registered = map(id, (module._parameters, module._buffers, module._modules))
+    without = {*registered}
+    return {name: value for name, value in vars(module).items() if id(value) not in without}
 
 
 def num_forward_hooks(module: nn.Module) -> int:

@@ -5,7 +5,7 @@ from enum import IntEnum
 from torch import nn
 
 from ..checkpoint import Generators
-from ..compat.torch import num_writes
+from ..compat.torch import buffers_of, num_writes
 from ..tables import ShardedStateNames, hands_out_rows
 
 
@@ -26,9 +26,9 @@ class MidStep:
         sharded = ShardedStateNames(model)
         # Such as the statistics of BatchNorm, which its forward changes.
         self._buffers = [
-            (module._buffers, name)
+            (buffers_of(module), name)
             for path, module in model.named_modules()
-            for name in module._buffers
+            for name in buffers_of(module)
             if f"{path}.{name}".lstrip(".") not in sharded
         ]
         self._buffers_before: list[tuple[int, int]] = []  # as the step began

@@ -1,4 +1,4 @@
-"""Weights and collections that a module keeps in plain containers: sharding replaces them, and not what is kept there."""
+"""Weights and collections that a module keeps in plain containers, where sharding does not replace them."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from ..compat.torch import attributes_of
 from ..text import some
 from .table import Table
 
 _DEPTH, _MOST = 4, 10_000  # of containers within each other, and of what is in one: vocabularies are longer
-_OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 def refuse_kept_outside(model: nn.Module, tables: list[Table]) -> None:
@@ -28,8 +28,8 @@ def refuse_kept_outside(model: nn.Module, tables: list[Table]) -> None:
     wanted |= {id(table.parameter): f"the weight of {table.path}" for table in tables}
     found = []
     for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute not in _OF_TORCH and id(module) not in wanted:
+        for attribute, value in attributes_of(module).items():
+            if id(module) not in wanted:
                 found += [
                     f"{path}.{attribute}".lstrip(".") + f" has {what}"
                     for what in sorted({wanted[id(one)] for one in _within(value, _DEPTH) if id(one) in wanted})

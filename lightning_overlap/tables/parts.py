@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
-from ..compat.torch import ASKED_BY_APPLY, DYNAMO, as_plain_tensors
+from ..compat.torch import ASKED_BY_APPLY, DYNAMO, as_plain_tensors, wrapper_of
 from ..compat.torchrec import group_of
 from ..text import some
 from .supported_modules import DATA_PARALLEL, sharded_modules, spec_of, table_modules
@@ -142,10 +141,7 @@ class Part(OfPart, Tensor):
 
     def __new__(cls, own: Tensor, place: Place) -> "Part":
         """Wrap a tensor, `(rows, columns)` of the table at `place`."""
-        # Of another layout, so that no dense tensor takes it for its `data`; users see the attributes of `own`.
-        made: Part = Tensor._make_wrapper_subclass(
-            cls, own.shape, dtype=own.dtype, device=own.device, layout=torch.sparse_coo
-        )
+        made = wrapper_of(cls, own)  # users see the attributes of `own`
         vars(made).update(own=own, place=place)
         return made
 

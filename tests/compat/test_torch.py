@@ -65,6 +65,41 @@ def test_subclasses_are_plain_tensors() -> None:
         assert tensor.sum() == 2
 
 
+class _Wraps(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(func.__name__)
+
+
+@meanings.of("torch.Tensor._make_wrapper_subclass")
+def test_a_wrapper_has_a_form_and_no_memory() -> None:
+    own = torch.ones(2, 3, dtype=torch.float16)
+    made = compat.wrapper_of(_Wraps, own)
+    assert type(made) is _Wraps
+    assert (made.shape, made.dtype, made.device) == (own.shape, own.dtype, own.device)
+    with pytest.raises(TypeError, match="sum"):
+        made.sum()
+    with pytest.raises(TypeError, match="detach"):
+        torch.vmap(Tensor.detach)(made)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        nn.Parameter(torch.zeros(2, 3)).data = made
+
+
+@meanings.of("torch.nn.Module._buffers", "torch.nn.Module._parameters")
+def test_what_a_module_has_registered_is_no_attribute() -> None:
+    module: Any = nn.BatchNorm1d(2)
+    module.child, module.kept = nn.Linear(2, 2), [1]
+    assert compat.buffers_of(module)["running_mean"] is module.running_mean
+    module.running_mean = torch.ones(2)
+    assert compat.buffers_of(module)["running_mean"] is module.running_mean
+    attributes = compat.attributes_of(module)
+    assert attributes["kept"] == [1]
+    assert attributes["num_features"] == 2
+    registered = [*module.parameters(), *module.buffers(), *module.children()]
+    inside = [one for value in attributes.values() if isinstance(value, dict) for one in value.values()]
+    assert not any(one is other for one in registered for other in inside)
+
+
 @meanings.of("torch._has_compatible_shallow_copy_type")
 def test_modules_ask_before_they_set_data() -> None:
     module = nn.Module()
