@@ -47,7 +47,7 @@ from lightning_overlap.sparse.module_flight import ModuleFlight
 from lightning_overlap.sparse.module_forward import ModuleForward
 from lightning_overlap.sparse.packed_alltoall import PackedExchange
 from lightning_overlap.sparse.pipeline import SparsePipeline
-from lightning_overlap.tables import names, sharding
+from lightning_overlap.tables import TRAINED, names, parts, sharding
 from lightning_overlap.tables.write_counts import SentInput
 
 Apply = Callable[[pytest.MonkeyPatch], None]
@@ -697,11 +697,59 @@ def _ends_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(preemption, "finish", _nothing)
 
 
-# Law 17: balanced batches.
+# Law 17: a part is never taken for the whole.
 
 
 @breaks(
     17,
+    "what reads a part of a table gets the part",
+    "tables/test_parts.py::test_nothing_reads_what_shares_or_copies_a_part",
+)
+def _parts_are_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(parts.OfPart, "__torch_function__", classmethod(_read_plainly))
+
+
+def _read_plainly(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*parts._unwrapped(args), **parts._unwrapped(kwargs or {}))
+
+
+@breaks(
+    17,
+    "each rank begins with the tables that it has loaded itself",
+    "tables/test_initial_values.py::test_kinds_of_modules",
+)
+def _own_values(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sharding, "_begin_as_rank_zero", _nothing)
+
+
+@breaks(
+    17,
+    "weights in plain containers are not looked for",
+    "tables/test_kept_outside.py::test_a_fit_refuses_them",
+)
+def _kept_outside(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sharding, "refuse_kept_outside", _nothing)
+
+
+# Law 18: every reader knows which weights are in the module.
+
+
+@breaks(
+    18,
+    "a lookup does not know whether the module has averages",
+    "callbacks/test_averages_in_places.py::test_a_teacher_looks_up_averages_and_its_student_trained_weights",
+)
+def _unknown_weights(patch: pytest.MonkeyPatch) -> None:
+    for reader in (module_flight, module_forward):
+        patch.setattr(reader, "version_in", lambda _: TRAINED)
+
+
+# Law 20: balanced batches.
+
+
+@breaks(
+    20,
     "a rank computes another assignment than the others",
     "laws/test_balance.py::test_a_balanced_fit_equals_base_on_the_same_batches[base-table_wise]",
 )
@@ -711,7 +759,7 @@ def _another_assignment(patch: pytest.MonkeyPatch) -> None:
 
 
 @breaks(
-    17,
+    20,
     "the values that a rank sends are in another order than their lengths",
     "laws/test_balance.py::test_a_balanced_fit_equals_base_on_the_same_batches[base-table_wise]",
 )
@@ -727,7 +775,7 @@ def _values_of_another(patch: pytest.MonkeyPatch) -> None:
 
 
 @breaks(
-    17,
+    20,
     "a checkpoint has the loader's state after the batch whose samples are being exchanged",
     "laws/test_balance.py::test_a_resumed_fit_equals_one_that_was_not_stopped",
 )

@@ -11,6 +11,8 @@ from lightning_overlap.tables import find_tables
 from lightning_overlap.tables.kept_outside import refuse_kept_outside
 
 from ..support.cases import SEQUENCE, TABLE_WISE, Model
+from ..support.ranks import Ranks
+from . import kept_outside
 
 
 def _weight(model: Model) -> torch.Tensor:
@@ -57,3 +59,8 @@ def test_copies_and_what_has_no_table_are_fine(kept: str) -> None:
     model = Model(TABLE_WISE)
     model.kept = FINE[kept](model)
     refuse_kept_outside(model, find_tables(model))
+
+
+def test_a_fit_refuses_them(two_ranks: Ranks) -> None:
+    for error in two_ranks.run(kept_outside.error_of_fit):
+        assert error.startswith("ValueError: tied has the weight of ebc.t0, outside of parameters and submodules.")
