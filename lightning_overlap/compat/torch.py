@@ -4,8 +4,8 @@ import functools
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -110,6 +110,12 @@ num_writes: Callable[[Tensor], int] = attrgetter("_version")
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
+_NEVER_COMPILED = (
+    "lightning_overlap sends and receives embeddings outside of compiled code. Compile with fullgraph=False, or read "
+    "the tensors of the collection's output (by values() or to_dict()) before the compiled code."
+)
+
+
 def never_compiled(call: _Callable) -> _Callable:
     """Return a function that `torch.compile` calls and never looks into, nor into what it calls.
 
@@ -121,24 +127,49 @@ def never_compiled(call: _Callable) -> _Callable:
 
 
 def never_compile_methods(cls: type) -> type:
-    """Apply `never_compiled` to the public methods and properties that a class defines.
+    """Apply `never_compiled` to the public methods and properties that a class defines, and to its generators' steps.
 
-    They alone call the private ones, and Dynamo never traces generators.
+    They alone call the private methods. Generators may be private: what returns one has ended before it runs.
     """
     for name, found in list(vars(cls).items()):
-        if name.startswith("_"):
+        if inspect.isgeneratorfunction(found):
+            setattr(cls, name, _never_compiled_steps(found))
+        elif callable(found) and inspect.isgeneratorfunction(inspect.unwrap(found)):
+            setattr(cls, name, contextmanager(_never_compiled_steps(inspect.unwrap(found))))
+        elif name.startswith("_"):
             continue
-        if inspect.isfunction(found) and not inspect.isgeneratorfunction(found):
-            setattr(cls, name, never_compiled(found))
         elif isinstance(found, property) and found.fget is not None:
             setattr(cls, name, found.getter(never_compiled(found.fget)))
+        elif inspect.isfunction(found):
+            setattr(cls, name, never_compiled(found))
     return cls
 
 
-_NEVER_COMPILED = (
-    "lightning_overlap sends and receives embeddings outside of compiled code. Compile with fullgraph=False, or read "
-    "the tensors of the collection's output (by values() or to_dict()) before the compiled code."
-)
+def _never_compiled_steps(call: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def make(*args: Any, **kwargs: Any) -> _Steps:
+        return _Steps(call(*args, **kwargs))
+
+    return make
+
+
+class _Steps(Iterator[Any]):
+    """A generator whose steps are `never_compiled`: Dynamo never traces a generator, but what it calls."""
+
+    def __init__(self, generator: Generator[Any, Any, Any]) -> None:
+        self._generator = generator
+
+    @never_compiled
+    def __next__(self) -> Any:
+        return next(self._generator)
+
+    @never_compiled
+    def throw(self, *error: Any) -> Any:  # contextlib of Python 3.11 passes three arguments
+        return self._generator.throw(*error)
+
+    @never_compiled
+    def close(self) -> None:
+        self._generator.close()
 
 
 def in_function_transform() -> bool:

@@ -374,7 +374,7 @@ class HasRun(Strategy):
         self._begin_stage()
         return [value] if self._consensus is None else self._consensus.gather(value)
 
-    def learning_rates(self) -> Rates:
+    def _learning_rates(self) -> Rates:
         """Return this rank's learning rates, for a comparison with other ranks'."""
         return Rates() if self._fit is None or self._fit.rates is None else self._fit.rates.now()
 

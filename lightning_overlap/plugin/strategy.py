@@ -23,7 +23,7 @@ from ..balance import Balance, Balanced, Balancer, check_balance
 from ..compat import lightning as compat
 from ..compat.torch import ignore_in_ddp
 from ..distributed import default_store, warn_on_rank_zero
-from ..runtime import BatchSource, Observer, Streams, Telemetry, Walker, make_streams
+from ..runtime import BatchSource, Observer, Rates, Streams, Telemetry, Walker, make_streams
 from ..schedules import (
     Mode,
     ModeName,
@@ -437,7 +437,14 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         balancer, fn = self._run.balancer, self._run.trainer.state.fn
         if balancer is not None and not trains and not (balancer.options.evaluation and fn != TrainerFn.PREDICTING):
             balancer = None
-        stream = BatchStream(inner, self._run.trainer, trains=trains, sends_sizes=sends_sizes, balancer=balancer)
+        stream = BatchStream(
+            inner,
+            self._run.trainer,
+            trains=trains,
+            sends_sizes=sends_sizes,
+            balancer=balancer,
+            rates_now=self._learning_rates if trains else Rates,
+        )
         return LookaheadFetcher(stream, step_arguments, self._begin_stage, next_number)
 
     def make_walker(self, stream: BatchStream) -> Walker:

@@ -1,6 +1,7 @@
 """The stream of batches: it takes them from Lightning's fetcher and stages each for the walker."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -30,10 +31,11 @@ class BatchStream:
         trains: bool,
         sends_sizes: bool,
         balancer: Balancer | None = None,
+        rates_now: Callable[[], Rates] = Rates,  # this rank's learning rates, for a comparison with other ranks'
     ) -> None:
         self.inner, self.trains, self.epoch = inner, trains, Epoch(trainer, trains=trains)
         self._trainer, self._sends_sizes = trainer, sends_sizes
-        self._rates_now = trainer.strategy.learning_rates if trains else Rates  # type: ignore[attr-defined]
+        self._rates_now = rates_now
         # None batches (from the collate function) that the loop has not seen yet, each with the number of the epoch's
         # other batches before it. Lightning skips them, and all ranks have to skip the same.
         self.skipped: deque[tuple[int, FetchedBatch]] = deque()
