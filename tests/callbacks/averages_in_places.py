@@ -23,6 +23,7 @@ from .averaging import Evaluations, case_of
 
 CASE = case_of("table_wise row_wise data_parallel", optimizer=(torch.optim.SGD, {"lr": 0.5}))
 NUM_STEPS, DECAY = 8, 0.6
+FIRST_TAUGHT = 4
 AT = 5  # the step after which everything is read and saved within `averaged()`
 HOOKS = (
     *("on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end"),
@@ -176,11 +177,16 @@ def history(num_ranks: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]
 
 
 class Teaches(Model):
-    """Looks up and runs the averages in each training step, for a second loss."""
+    """Looks up and runs the averages in each training step from `FIRST_TAUGHT` on, for a second loss.
+
+    Later than in the first: a second call in a step ends the early lookups, and the first averages are the weights.
+    """
 
     average: ExponentialMovingAverage | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx < FIRST_TAUGHT:
+            return super().training_step(batch, batch_idx)
         if batch_idx % 2:
             return super().training_step(batch, batch_idx) + 0.1 * self.teacher(batch)
         teacher = self.teacher(batch)
@@ -214,7 +220,10 @@ def losses_of_a_plain_teacher(rank: int, num_ranks: int) -> Tensor:
             module.load_state_dict(state)
             with torch.no_grad():
                 found[what] = module(make_batch(CASE, index, rank))
-        losses += [found["student"], found["teacher"]] if index % 2 else [found["teacher"], found["student"]]
+        if index < FIRST_TAUGHT:
+            losses += [found["student"]]
+        else:
+            losses += [found["student"], found["teacher"]] if index % 2 else [found["teacher"], found["student"]]
     return torch.stack(losses)
 
 
