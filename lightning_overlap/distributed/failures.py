@@ -97,6 +97,8 @@ class FirstCause:
         """
         place += place_of_user(error)
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
+        if is_of_lost_peer(error) and not timed_out(error):
+            self._wait_for(self.key, LEAVE_S)  # the other rank, if it lives, is about to say why it failed
         with contextlib.suppress(Exception):
             self.first = Word(*json.loads(self.store.compare_set(self.key, "", json.dumps(mine))))
             places = self._add_place(place)
@@ -145,8 +147,12 @@ class FirstCause:
 
     def wait_until_printed(self, timeout_s: float) -> None:
         """Wait until the first failing rank has printed."""
+        self._wait_for(f"{self.key}/printed", timeout_s)
+
+    def _wait_for(self, key: str, timeout_s: float) -> None:
+        """Wait until a rank has set a key of the store."""
         with contextlib.suppress(Exception):
-            self.store.wait([f"{self.key}/printed"], timedelta(seconds=timeout_s))
+            self.store.wait([key], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
         """Return whether all ranks call this from the same place within `timeout_s`, so that they may save together."""

@@ -1,6 +1,7 @@
 """What ranks of one terminal print that end with an error."""
 
 import sys
+from threading import Timer
 
 import pytest
 import torch.distributed as dist
@@ -39,3 +40,16 @@ def test_a_rank_says_only_what_nobody_else_knows(
     print_last(error, causes[0])
     sys.excepthook(type(error), error, None)
     assert capfd.readouterr().err == said
+
+
+def test_a_rank_that_lost_another_waits_for_its_cause(causes: list[FirstCause]) -> None:
+    """gloo closes the connections of a rank at its timeout: the others may notice before it has said anything."""
+    lost = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")
+    timeout = RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc] Timed out waiting 3000ms for recv operation")
+    later = Timer(0.3, causes[0].note, (timeout, "after batch 4, where it waits in strategy.barrier"))
+    later.start()
+    causes[1].note(lost, "after batch 4")
+    later.join()
+    assert causes[0].first == causes[1].first
+    assert "rank 0 had failed after batch 4, where it waits in strategy.barrier" in lost.__notes__[-1]
+    assert "rank 1 after batch 4" in timeout.__notes__[-1]
