@@ -82,10 +82,11 @@ MODULES: dict[str, tuple[str, list[Name]]] = {
     "lightning_overlap.deltas": (
         "Needs the extra `deltas`: `pip install 'lightning_overlap[deltas]'`. `Replica` is here, too.",
         [
-            Name("FolderSink", "deltas/sinks/folder_sink.py", ()),
-            Name("RedisSink", "deltas/sinks/redis_sink.py", ()),
-            Name("DeltaSink", "deltas/files/cuts.py"),
-            Name("prune", "deltas/sinks/resolve.py"),
+            Name("DiskStore", "storage/disk_store.py", ()),
+            Name("ObjectStore", "storage/object_store.py", ()),
+            Name("RedisStore", "storage/redis_store.py", ()),
+            Name("Store", "storage/store.py"),
+            Name("prune", "deltas/files/sink.py"),
         ],
     ),
     "lightning_overlap.ray": (

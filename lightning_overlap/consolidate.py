@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .checkpoint import find_folder, is_address, read_folder, write_file
+from .checkpoint import find_folder, read_folder, write_file
 from .plugin import first_words
+from .storage import is_address
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

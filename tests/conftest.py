@@ -17,6 +17,7 @@ from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 
 from .support.ranks import Ranks, free_port
+from .support.stores import redis_url, store  # noqa: F401  # fixtures
 
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")

@@ -34,7 +34,7 @@ from .sharded_folder import (
     read_folder,
     resolve_path,
 )
-from .store_place import StorePlace, can_hold_folders, is_address, or_warn, place_at
+from .store_place import StorePlace, can_hold_folders, or_warn, place_at
 from .table_state import (
     ITERATION,
     KERNEL_KINDS,

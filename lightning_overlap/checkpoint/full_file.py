@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-import fsspec
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -17,8 +16,9 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
+from ..storage import ObjectStore
 from ..tables import hands_out_rows, rate_setter, sharded_modules
-from ..text import message_without_secrets, some, without_secrets
+from ..text import some, without_secrets
 from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
 from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
@@ -127,12 +127,11 @@ def upload_file(content: dict[str, Any] | None, address: str, group: Group) -> N
     def write() -> None:
         buffer = io.BytesIO()
         torch.save(content, buffer)
+        folder, _, name = address.rpartition("/")
         try:
-            files, path = fsspec.core.url_to_fs(address)
-            with files.transaction:
-                files.pipe_file(path, buffer.getvalue())
-        except Exception as err:
-            raise OSError(message_without_secrets(f"{type(err).__name__}: {err}", address)) from None
+            ObjectStore(f"{folder}/").put(name, [buffer.getvalue()])
+        except (ImportError, ValueError) as err:
+            raise OSError(str(err)) from None
 
     with writing(without_secrets(address)):
         on_rank_zero(write, group)

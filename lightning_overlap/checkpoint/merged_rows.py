@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from typing_extensions import override
 
+from ..storage import StoppedError
 from .incremental import RowsEntry, base_of, put_entry, read_rows
 from .not_checkpoints import DamagedError, damaged_part
-from .places import Place, StoppedError
+from .places import Place
 from .safe_metadata import SafeReader
 from .table_state import Piece
 

@@ -8,11 +8,12 @@ from typing import IO, Any, cast
 import fsspec
 import torch
 
+from ..storage import is_address
 from ..text import without_secrets
 from .checksums import read_seal
 from .places import LocalPlace, Place
 from .sharded_folder import folder_at, is_folder, read_folder, resolve_path
-from .store_place import is_address, place_at
+from .store_place import place_at
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool | None = None) -> IO[bytes]:

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 MERGED_NAME = "increments.merged"
 
 
-class StoppedError(Exception):
-    """Writing is stopped: nobody would use its result, or somebody cannot wait for it."""
-
-
 class Place(Protocol):
     """The place of one checkpoint, `name`, beside others; `str()` of it is shown in messages and has no secrets.
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, gather_on_rank_zero, together, warn_on_rank_zero
+from ..storage import StoppedError, is_address
 from ..tables import ShardedStateNames
 from ..text import check_known, without_secrets
 from .atomic import being_replaced, check_replaceable, disk_errors, sibling
@@ -79,10 +80,10 @@ from .parts import (
     TABLE_OPTIMIZERS,
     rename_former_entries,
 )
-from .places import LocalPlace, Place, StoppedError, as_place
+from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
 from .snapshot import Snapshot, saved
-from .store_place import StorePlace, can_hold_folders, is_address, or_warn, place_at
+from .store_place import StorePlace, can_hold_folders, or_warn, place_at
 from .table_state import FusedTables, Loading, Piece, check_sizes, on_host
 
 SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"

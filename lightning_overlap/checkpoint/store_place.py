@@ -9,15 +9,11 @@ A checkpoint that was copied from a disk has its files beside the marker, and in
 """
 
 import os
-import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import datetime
 from functools import partial
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +21,13 @@ import fsspec
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from typing_extensions import override
 
-from ..text import message_without_secrets, without_secrets
+from ..storage import ObjectStore, is_address, without_protocol
+from ..text import without_secrets
 from .checksums import CheckpointFiles, Checksums, read_checksums
 from .not_checkpoints import BASE_FOLDER, CHECKSUMS_NAME, OF_A_DISK, SAVE_NAME, DamagedError, check_replaceable
-from .places import MERGED_NAME, LocalPlace, Place, StoppedError
+from .places import MERGED_NAME, LocalPlace, Place
 
-_ON_DISK = ("file://", "local://")  # fsspec's addresses of local files
 READ_ONLY = ("http://", "https://")
-
-
-def is_address(path: object) -> bool:
-    """Return whether a path is an address that fsspec reads, and not a local file."""
-    return "://" in str(path) and not str(path).startswith(_ON_DISK)
 
 
 def can_hold_folders(path: object) -> bool:
@@ -60,9 +51,7 @@ def place_at(path: Any, storage_options: Mapping[str, Any] | None = None) -> Pla
     """
     text = os.fspath(path)
     if not is_address(text):
-        for start in _ON_DISK:
-            text = text.removeprefix(start)
-        return LocalPlace(Path(text))
+        return LocalPlace(Path(without_protocol(text)))
     return StorePlace(text, storage_options)
 
 
@@ -96,11 +85,8 @@ class StorePlace:
                 f"a sharded checkpoint cannot be at {without_secrets(address)}: the address must be one that is "
                 "written to, as s3://bucket/folder/name, and not http or a chain of addresses."
             )
-        self._files: Any = None
-        with self._errors("open"):
-            # Other ranks write there too: a listing that is kept may be old.
-            self._files, self._path = fsspec.core.url_to_fs(self.address, use_listings_cache=False, **self._options)
-        self._folder, _, self.name = self._path.rpartition("/")
+        folder, _, self.name = self.address.rpartition("/")
+        self._store = ObjectStore(f"{folder}/", self._options)  # of the checkpoints beside this one, too
 
     def __str__(self) -> str:
         return without_secrets(self.address)
@@ -133,46 +119,25 @@ class StorePlace:
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint is a folder with this file."""
-        return self._is(f"{self._path}/{name}", "file")
-
-    def _is(self, path: str, kind: str) -> bool:
-        """Return whether there is a "file" or "directory"; an OSError if the store fails.
-
-        Not by fsspec's `isfile` and `isdir`: they return False for every error, as if there were none.
-        """
-        with self._errors("read"):
-            try:
-                return bool(self._files.info(path)["type"] == kind)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        return self._store.kind(f"{self.name}/{name}") == "file"
 
     def modified(self) -> float:
         """Return when the checkpoint, which is whole, was written: seconds by the store's clock."""
-        with self._errors("read"):
-            marker = f"{self._path}/{CHECKSUMS_NAME}"
-            when = self._files.modified(marker if self.has(CHECKSUMS_NAME) else self._path)
-            return float(when.timestamp() if isinstance(when, datetime) else when)
+        return self._store.modified(self._marker if self.has(CHECKSUMS_NAME) else self.name)
 
     # -- reading
 
     def read(self, name: str) -> bytes:
         """Return a small file of the checkpoint."""
-        with self._errors("read"):
-            return bytes(self._files.cat_file(f"{self._path}/{name}"))
+        return self._store.read(f"{self.name}/{name}")
 
     def size(self, name: str, where: str) -> int:
         """Return the size of a file in bytes."""
-        with self._errors("read"):
-            return int(self._files.info(self._file(name, where))["size"])
+        return self._store.size(self._file(name, where))
 
-    @contextmanager
-    def on_disk(self, name: str, where: str) -> Iterator[Path]:
+    def on_disk(self, name: str, where: str) -> AbstractContextManager[Path]:
         """Copy a file to a temporary folder (of `TMPDIR`), and remove it after the context."""
-        with tempfile.TemporaryDirectory(prefix="lightning_overlap.") as folder:
-            path = Path(folder) / "file"
-            with self._errors("read"):
-                self._files.get_file(self._file(name, where), str(path))
-            yield path
+        return self._store.on_disk(self._file(name, where))
 
     # -- writing
 
@@ -183,20 +148,19 @@ class StorePlace:
     def begin(self, save: str) -> None:
         """Make the folder of a save, where the store has folders; a FileExistsError as `check_replaceable` raises."""
         self.check_replaceable()
-        with self._errors("write to"):
-            self._files.makedirs(f"{self._path}/{save}", exist_ok=True)
+        self._store.make_folder(f"{self.name}/{save}")
 
     def check_replaceable(self) -> None:
         """Raise a FileExistsError if this is somebody else's folder: a save would remove some of its files."""
-        check_replaceable(self, self._names(self._path), self.read, in_store=True)
+        check_replaceable(self, self._store.names(self.name), self.read, in_store=True)
 
     def writer_files(self, save: str) -> tuple[FileSystemBase, str]:
         """Return files that are uploaded as they are written."""
-        return _UploadedFiles(self), f"{self._path}/{save}"
+        return _UploadedFiles(self._store), f"{self.name}/{save}"
 
     def write(self, save: str, name: str, content: bytes | memoryview) -> None:
         """Upload a file."""
-        self._put(f"{self._path}/{save}/{name}", content)
+        self._store.put(f"{self.name}/{save}/{name}", [content])
 
     def commit(self, checksums: Checksums, also: Place | None) -> None:
         """Put the marker, and then remove what it replaces; a warning if that is not possible."""
@@ -209,7 +173,7 @@ class StorePlace:
 
     def _remove_replaced(self, before: set[str]) -> None:
         if self.is_file():  # a full file of this name
-            self._remove_files([self._path])
+            self._store.remove([self.name])
         self._remove_unused(before)
 
     def lacks_files_of_others(self, checksums: Checksums) -> bool:
@@ -219,20 +183,15 @@ class StorePlace:
             for name, file in {} if part is None else part.files.items():
                 if file.where.startswith("../"):
                     listed.setdefault(file.where, set()).add(name)
-        return any(not names <= set(self._names(self._file("", where))) for where, names in listed.items())
+        return any(not names <= set(self._store.names(self._file("", where))) for where, names in listed.items())
 
     def drop(self, save: str) -> None:
         """Remove the files of a save that gets no marker; what the present marker lists stays."""
-        with self._errors("remove files of"), suppress(FileNotFoundError):
-            self._remove_folder(f"{self._path}/{save}")
+        self._store.remove_folder(f"{self.name}/{save}")
 
     def _put_marker(self, checksums: Checksums) -> None:
-        self._put(f"{self._path}/{CHECKSUMS_NAME}", checksums.encode())
-        self._tell_of_changes()
-
-    def _put(self, path: str, content: bytes | memoryview) -> None:
-        with self._errors("write to"):
-            self._files.pipe_file(path, bytes(content))
+        self._store.put(self._marker, [checksums.encode()])
+        self._store.tell_of_changes()
 
     # -- names
 
@@ -242,15 +201,15 @@ class StorePlace:
 
     def is_file(self) -> bool:
         """Return whether this name is a full file."""
-        return self._is(self._path, "file")
+        return self._store.kind(self.name) == "file"
 
     def holds_files(self) -> bool:
         """Return whether this name is a folder, whole or not."""
-        return self._is(self._path, "directory")
+        return self._store.kind(self.name) == "directory"
 
     def names_beside(self, stem: str, suffix: str) -> list[str]:
         """Return the names in the same folder that begin with `stem` and end with `suffix`, of what is whole."""
-        names = [name for name in self._names(self._folder) if name.startswith(stem) and name.endswith(suffix)]
+        names = [name for name in self._store.names() if name.startswith(stem) and name.endswith(suffix)]
         return [name for name in names if self.beside(name).exists()]
 
     def lead(self, to: Place) -> None:
@@ -274,19 +233,17 @@ class StorePlace:
         """
         self.discard_folder()
         if self.is_file():
-            self._remove_files([self._path])
-        self._tell_of_changes()
+            self._store.remove([self.name])
+        self._store.tell_of_changes()
 
     def discard_folder(self) -> None:
         """Do as `discard` does, without a full file of this name."""
         with _one_change:
             before = self._marked_saves()
-            with self._errors("remove files of"), suppress(FileNotFoundError):
-                self._files.rm_file(f"{self._path}/{CHECKSUMS_NAME}")
-            self._tell_of_changes()
+            self._store.remove([self._marker])
+            self._store.tell_of_changes()
             self._remove_unused(before)
-        with suppress(Exception):  # only some stores have empty folders
-            self._files.rmdir(self._path)
+        self._store.remove_empty_folder(self.name)
 
     def _marked_saves(self) -> set[str]:
         """Return the saves that the marker lists, as "NAME/SAVE"; none without a marker that can be read."""
@@ -301,88 +258,30 @@ class StorePlace:
 
         Files that lie under this name itself are removed too: its marker, which is gone or new, does not list them.
         """
-        names = self._names(self._path)
-        self._remove_files(f"{self._path}/{name}" for name in names if OF_A_DISK.fullmatch(name))
+        store = self._store
+        names = store.names(self.name)
+        store.remove(f"{self.name}/{name}" for name in names if OF_A_DISK.fullmatch(name))
         if BASE_FOLDER in names:
-            inside = [name for name in self._names(f"{self._path}/{BASE_FOLDER}") if OF_A_DISK.fullmatch(name)]
-            self._remove_files(f"{self._path}/{BASE_FOLDER}/{name}" for name in [CHECKSUMS_NAME, *inside])
+            base = f"{self.name}/{BASE_FOLDER}"
+            inside = [name for name in store.names(base) if OF_A_DISK.fullmatch(name)]
+            store.remove(f"{base}/{name}" for name in [CHECKSUMS_NAME, *inside])
         unused = {*saves, *(f"{self.name}/{name}" for name in names if SAVE_NAME.fullmatch(name))}
-        for name in self._names(self._folder) if unused else ():
+        for name in store.names() if unused else ():
             try:
                 checksums = read_checksums(self.beside(name))
             except DamagedError:
                 return  # nobody knows what it lists
             unused -= set() if checksums is None else checksums.saves()
-        with self._errors("remove files of"):
-            for save in sorted(unused):
-                with suppress(FileNotFoundError):
-                    self._remove_folder(f"{self._folder}/{save}")
+        for save in sorted(unused):
+            store.remove_folder(save)
 
-    def _remove_folder(self, path: str) -> None:
-        if not has_magic(path):
-            self._files.rm(path, recursive=True)  # some stores remove many files by one call
-            return
-        self._remove_files(self._files.find(path))  # `rm` would take the name for a pattern
-
-    def _remove_files(self, paths: Iterable[str]) -> None:
-        with self._errors("remove files of"):
-            for path in paths:
-                with suppress(FileNotFoundError):
-                    self._files.rm_file(path)
-
-    def _names(self, path: str) -> list[str]:
-        """Return the names in a folder; none without it."""
-        with self._errors("read"), suppress(FileNotFoundError):
-            listed = [one.rstrip("/") for one in self._files.ls(path, detail=False)]
-            return [one.rpartition("/")[2] for one in listed if one != path]  # a file lists itself
-        return []
-
-    def _tell_of_changes(self) -> None:
-        """Let callbacks of Lightning see what is new: they list with a file system of their own, which keeps lists."""
-        with suppress(Exception):
-            fsspec.core.url_to_fs(self.address)[0].invalidate_cache()
+    @property
+    def _marker(self) -> str:
+        return f"{self.name}/{CHECKSUMS_NAME}"
 
     def _file(self, name: str, where: str) -> str:
-        above, rest = (self._folder, where[3:]) if where.startswith("../") else (self._path, where)
-        return "/".join(part for part in (above, rest, name) if part)
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Raise an OSError for any error of the store, without secrets, which other ranks can be sent.
-
-        A FileNotFoundError and a PermissionError stay such; at the opening an ImportError and a ValueError, too.
-        """
-        try:
-            yield
-        except Exception as err:
-            if isinstance(err, StoreError | StoppedError):  # the latter is none of the store
-                raise
-            kinds = (FileNotFoundError, PermissionError, *((ImportError, ValueError) if what == "open" else ()))
-            kind = next((kind for kind in kinds if isinstance(err, kind)), StoreError)
-            options = self._options if self._files is None else self._files.storage_options  # and its configuration
-            secrets = [value for name, value in _texts(options) if _SECRET.search(name)]
-            text = message_without_secrets(str(err), self.address)
-            for secret in secrets:
-                text = text.replace(secret, "***")
-            hides = bool(secrets) or str(self) != self.address
-            problem = f"cannot {what} {self}: {type(err).__name__}: {text}"
-            raise kind(problem) from (None if hides else err)
-
-
-class StoreError(OSError):
-    """An error of a store, in words for the user."""
-
-
-_SECRET = re.compile(r"(?i)secret|token|passw|key|credential")
-
-
-def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of all texts in options."""
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _texts(value)
-        elif isinstance(value, str) and value:
-            yield str(name), value
+        folder = where[3:] if where.startswith("../") else f"{self.name}/{where}"
+        return "/".join(part for part in (folder.rstrip("/"), name) if part)
 
 
 class _UploadedFiles(CheckpointFiles):
@@ -392,23 +291,14 @@ class _UploadedFiles(CheckpointFiles):
     writing fails is completed.
     """
 
-    def __init__(self, place: StorePlace) -> None:
-        self._place, self._files = place, place._files
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
 
     @override
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with self._place._errors("write to"):
-            file = self._files.open(path, mode)
-            try:
-                yield file
-                file.close()
-            except BaseException:
-                with suppress(Exception):
-                    file.discard()
-                with suppress(AttributeError):
-                    file.closed = True  # its end would complete it
-                raise
+        with self._store.opened(path) as file:
+            yield file
 
     @override
     def concat_path(self, path: Any, suffix: str) -> Any:
@@ -416,10 +306,9 @@ class _UploadedFiles(CheckpointFiles):
 
     @override
     def rename(self, path: Any, new_path: Any) -> None:
-        with self._place._errors("write to"):
-            self._files.cp_file(path, new_path)
-        with suppress(Exception):  # it is in the way of nothing, and not everybody may remove
-            self._files.rm_file(path)
+        self._store.copy(path, new_path)
+        with suppress(OSError):  # it is in the way of nothing, and not everybody may remove
+            self._store.remove([path])
 
     @override
     def mkdir(self, path: Any) -> None:
@@ -427,13 +316,11 @@ class _UploadedFiles(CheckpointFiles):
 
     @override
     def exists(self, path: Any) -> bool:
-        with self._place._errors("read"):
-            return bool(self._files.exists(path))
+        return self._store.kind(path) is not None
 
     @override
     def rm_file(self, path: Any) -> None:
-        with self._place._errors("write to"):
-            self._files.rm_file(path)
+        self._store.remove([path])
 
 
 class StoredBase:

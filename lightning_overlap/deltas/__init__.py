@@ -1,5 +1,11 @@
 """Stream updated rows to served models; needs the extra `deltas`. `recording/` is not here, as it needs Lightning."""
 
+from ..storage import DiskStore as DiskStore
+from ..storage import ObjectStore as ObjectStore
+from ..storage import Piece as Piece
+from ..storage import RedisStore as RedisStore
+from ..storage import Store as Store
+from ..storage import StoreError as StoreError
 from .files import EVICTED_ID as EVICTED_ID
 from .files import NO_ID as NO_ID
 from .files import RAW_ID as RAW_ID
@@ -11,13 +17,14 @@ from .files import Dense as Dense
 from .files import FileError as FileError
 from .files import FileName as FileName
 from .files import Header as Header
-from .files import Piece as Piece
 from .files import RawIds as RawIds
 from .files import Rows as Rows
+from .files import as_store as as_store
 from .files import decode as decode
 from .files import encode as encode
 from .files import encode_pieces as encode_pieces
 from .files import parse_names as parse_names
+from .files import prune as prune
 from .files import read_header as read_header
 from .serving import Lag as Lag
 from .serving import Position as Position
@@ -25,10 +32,3 @@ from .serving import Replica as Replica
 from .serving import ReplicaError as ReplicaError
 from .serving import ReplicaServer as ReplicaServer
 from .serving import TablesError as TablesError
-from .sinks import DeltaSink as DeltaSink
-from .sinks import FolderSink as FolderSink
-from .sinks import RedisSink as RedisSink
-from .sinks import SinkError as SinkError
-from .sinks import check_sink as check_sink
-from .sinks import prune as prune
-from .sinks import resolve_sink as resolve_sink

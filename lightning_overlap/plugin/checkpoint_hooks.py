@@ -29,11 +29,11 @@ from ..checkpoint import (
     Increments,
     LocalPlace,
     Place,
-    is_address,
     is_folder,
 )
 from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
+from ..storage import is_address
 from ..tables import hands_out_rows, has_tables, processor_buffers, rate_setter
 from ..text import some, without_secrets
 from . import checkpoint_links, first_words, found_checkpoints, mid_step

@@ -17,8 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from ..checkpoint import StorePlace, is_address
+from ..checkpoint import StorePlace
 from ..compat.lightning import checkpoint_folder, last_checkpoints, wrap_checkpoint_search
+from ..storage import is_address
 
 Saver = TypeVar("Saver")
 

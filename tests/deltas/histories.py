@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_overlap.deltas import Dense, FileName, Header, Replica, Rows, decode, encode
+from lightning_overlap.storage import Piece, joined
 
 A, B, TOP = "model.ebc.embedding_bags.a.weight", "model.ebc.embedding_bags.b.weight", "model.top.weight"
 SHAPES = {A: (7, 4), B: (5, 2)}
@@ -25,21 +26,21 @@ class MemorySink:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
 
-    def write(self, name: str, content: bytes) -> None:
-        self.files[name] = content
+    def put(self, name: str, pieces: Sequence[Piece]) -> None:
+        self.files[name] = joined(pieces)
 
     def names(self) -> list[str]:
         return [*self.files, "README.md"]
 
     def read(self, name: str) -> bytes:
-        return self.files[name]
+        try:
+            return self.files[name]
+        except KeyError as err:
+            raise FileNotFoundError(name) from err
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.files.pop(name, None)
-
-    def close(self) -> None:
-        pass
 
 
 class Crash(Exception):
@@ -126,7 +127,7 @@ class Training:
         for number, (name, data) in enumerate(files):
             if number == crash_after:
                 raise Crash
-            self.sink.write(name, data)
+            self.sink.put(name, [data])
         self.wholes.append(at)
         self.whole = at
         self.marks.clear()
@@ -139,7 +140,7 @@ class Training:
             at = (self.generation, self.step)
             self.at_cut[at] = deepcopy(self.tables)
             for name, data in self._files_of(0, base=self.whole is None):
-                self.sink.write(name, data)
+                self.sink.put(name, [data])
             if self.world_size == 1:
                 self.wholes.append(at)
             self.whole = at
@@ -237,5 +238,5 @@ def write(training: Training, rows: tuple[Rows, ...] = (), dense: tuple[Dense, .
     training.step += 1
     training.start(1, 0)
     changed = replace(training.header(), **header)
-    training.sink.write(str(changed.name), encode(changed, rows, dense))
+    training.sink.put(str(changed.name), [encode(changed, rows, dense)])
     return str(changed.name)

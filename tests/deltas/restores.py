@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_overlap import EmbeddingDeltas
 from lightning_overlap.checkpoint import ITERATION, fused_state
-from lightning_overlap.deltas import FolderSink, SinkError
+from lightning_overlap.deltas import DiskStore, StoreError
 from lightning_overlap.plugin.first_words import LOGGER
 from lightning_overlap.tables import ShardedStateNames, kernel_shards
 
@@ -108,10 +108,10 @@ def error_of(*args: Any, **kwargs: Any) -> str:
 
 
 def error_where_rank_1_cannot_read(*args: Any, **kwargs: Any) -> str:
-    def read(self: FolderSink, name: str) -> bytes:
-        raise SinkError("this host has no such disk")
+    def read(self: DiskStore, name: str) -> bytes:
+        raise StoreError("this host has no such disk")
 
-    patch = mock.patch.object(FolderSink, "read", read) if dist.get_rank() == 1 else nullcontext()
+    patch = mock.patch.object(DiskStore, "read", read) if dist.get_rank() == 1 else nullcontext()
     with patch:
         return error_of(*args, **kwargs)
 

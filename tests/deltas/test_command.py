@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_overlap.deltas import FolderSink, Replica, ReplicaServer
+from lightning_overlap.deltas import DiskStore, Replica, ReplicaServer
 from lightning_overlap.deltas.serving import http_server
 from lightning_overlap.deltas.serving.command import main
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
-    return begun(FolderSink(tmp_path / "deltas"))  # type: ignore[arg-type]
+    return begun(DiskStore(tmp_path / "deltas"))  # type: ignore[arg-type]
 
 
 def test_it_writes_the_tables_and_a_state_to_go_on_from(
@@ -55,8 +55,8 @@ def test_it_writes_the_tables_and_a_state_to_go_on_from(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["nowhere", "--once"], "FolderSink('nowhere') has no whole cut. Does the training"),
-        (["redis://127.0.0.1:1/0"], "this replica stopped following RedisSink('redis://127.0.0.1:1/0'"),
+        (["nowhere", "--once"], "DiskStore('nowhere') has no whole cut. Does the training"),
+        (["redis://127.0.0.1:1/0"], "this replica stopped following RedisStore('redis://127.0.0.1:1/0'"),
         (["deltas", "--state", "text"], "text is not a state of a replica"),
     ],
 )
@@ -203,7 +203,7 @@ def test_the_command_serves_until_it_is_told_to_end(training: Training, tmp_path
         assert process.stdout is not None
         url = process.stdout.readline().strip().removesuffix("/step")
         assert url.startswith("http://127.0.0.1:")
-        assert process.stdout.readline() == f"following FolderSink('{tmp_path}/deltas')\n"
+        assert process.stdout.readline() == f"following DiskStore('{tmp_path}/deltas')\n"
         assert process.stdout.readline().startswith("step 2 (generation 1)")
         training.cut(steps=1)
         until = time.monotonic() + 30

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_overlap.deltas import FileName, FolderSink, Replica
+from lightning_overlap.deltas import DiskStore, FileName, Replica
 
 from ..support.cases import Case, TableSpec
 from ..support.ranks import Ranks
@@ -91,7 +91,7 @@ def fill_disk(*_: object) -> None:
 def fit_with_full_disk(folder: str) -> tuple[str, dict[int, Windows]]:
     fills = At("on_train_batch_end", 5, fill_disk, rank=1)
     try:
-        return fit_raising(sinks={None: FolderSink(folder)}, num_steps=200, callbacks=(fills,))
+        return fit_raising(sinks={None: DiskStore(folder)}, num_steps=200, callbacks=(fills,))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchrec.modules import mc_modules
 
 from lightning_overlap.compat.torchrec import ranks_of
-from lightning_overlap.deltas import FolderSink, Replica, ReplicaServer, TablesError
+from lightning_overlap.deltas import DiskStore, Replica, ReplicaServer, TablesError
 from lightning_overlap.deltas.files import FileName
 from lightning_overlap.deltas.serving.raw_ids import shards_of
 
@@ -57,7 +57,7 @@ def test_replicas_answer_for_raw_ids(get_ranks: GetRanks) -> None:
             sent = get_ranks(size).run(raw_ids.train, setting, sink, mode, looks=False, slow_copy_s=0.03, **options)
             found = raw_ids.compare(setting, sink, raw_ids.by_step(plain))
             last = raw_ids.stragglers(setting, sink, raw_ids.by_step(plain)[12])
-            other = Replica(Model(replace(setting, hashed=not setting.hashed)), FolderSink(sink))
+            other = Replica(Model(replace(setting, hashed=not setting.hashed)), DiskStore(sink))
             with pytest.raises(TablesError, match=r"_managed_collision\S+ has (an|no) input_hash_func, and the run"):
                 other.update()
         assert [fit.losses for fit in sent] == [fit.losses for fit in plain]
@@ -125,7 +125,7 @@ def test_wrong_raw_ids_are_answered(get_ranks: GetRanks, tmp_path: Path) -> None
     """Ids of 64 bits are known or not; what is no such number is an error with its reason."""
     setting, sink, unheard = Setting(), f"{tmp_path}/sink", [2**63 - 1, -(2**63), 10**18]
     [fit] = get_ranks(1).run(raw_ids.train, setting, sink, steps=3)
-    with ReplicaServer(replica := Replica(None, FolderSink(sink))) as server:
+    with ReplicaServer(replica := Replica(None, DiskStore(sink))) as server:
         replica.update()
         table = raw_ids.weight_of("t0", setting)
 

@@ -319,13 +319,13 @@ def test_parts_of_a_cut_that_differ_are_refused(training: Training) -> None:
     ):
         for rank, options in ((0, {}), (1, change)):
             header = dataclasses.replace(base, rank=rank, **options)
-            training.sink.write(str(header.name), encode(header))
+            training.sink.put(str(header.name), [encode(header)])
         with pytest.raises(CutError, match=expected):
             replica.update()
     training.sink.remove([str(header.name)])
     for chunk, after in ((0, (1, 2)), (1, None)):
         header = dataclasses.replace(base, rank=1, chunk=chunk, num_chunks=2, after=after)
-        training.sink.write(str(header.name), encode(header))
+        training.sink.put(str(header.name), [encode(header)])
     with pytest.raises(CutError, match="and the first file of its rank follow different cuts"):
         replica.update()
 

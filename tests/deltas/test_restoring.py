@@ -248,13 +248,13 @@ def test_a_relative_address_begins_at_the_working_directory(get_ranks: GetRanks,
 def test_a_sink_that_one_rank_cannot_read_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(train, MIXED, send_to=str(tmp_path))
     for error in two_ranks.run(error_where_rank_1_cannot_read, MIXED, ckpt_path=f"deltas://{tmp_path}"):
-        assert error.startswith("SinkError: this host has no such disk")
+        assert error.startswith("StoreError: this host has no such disk")
 
 
 def test_no_message_shows_the_secrets_of_an_address(get_ranks: GetRanks) -> None:
     address = f"deltas://redis://me:hunter2@127.0.0.1:{free_port()}/0?key=ads"
     [(error, words)] = get_ranks(1).run(error_and_words, MIXED, ckpt_path=address)
-    assert "SinkError" in error
+    assert "StoreError" in error
     assert "Restoring states from the checkpoint path at deltas://redis:***@127.0.0.1" in words
     assert "hunter2" not in error + words
 

@@ -130,7 +130,7 @@ def test_raw_ids_that_do_not_fit_are_refused(wrong: str) -> None:
     sink, header = MemorySink(), dataclasses.replace(MANAGED, tables={"a": (10, 4)})
     weight = Rows("a", "weight", (10, 4), 0, torch.arange(10), torch.ones(10, 4))
     none = raw_ids("raw_id", {**dict.fromkeys(range(10), NO_ID), 0: 100})
-    sink.write(str(header.name), encode(header, [weight, none]))
+    sink.put(str(header.name), [encode(header, [weight, none])])
     replica = Replica(None, sink)
     replica.update()
     coming = {
@@ -143,7 +143,7 @@ def test_raw_ids_that_do_not_fit_are_refused(wrong: str) -> None:
     cut = dataclasses.replace(header, step=3, after=(1, 2))
     if wrong == "plain":
         cut = dataclasses.replace(cut, raw_ids={"a": dataclasses.replace(OF_RAW_IDS, segments=(0, 10))})
-    sink.write(str(cut.name), encode(cut, [dataclasses.replace(weight, values=torch.zeros(10, 4)), *coming]))
+    sink.put(str(cut.name), [encode(cut, [dataclasses.replace(weight, values=torch.zeros(10, 4)), *coming])])
     said = {
         "twice": "two rows of a would have the same raw id",
         "unknown": "a row of a for unknown ids would have a raw id",
@@ -223,7 +223,7 @@ def test_a_base_with_a_row_in_two_files_is_refused() -> None:
     for chunk, rows in enumerate(([0, 1], [1, 2])):
         entry = Rows("a", "weight", (4, 1), 0, torch.tensor(rows), torch.ones(2, 1))
         own = dataclasses.replace(header, chunk=chunk)
-        sink.write(str(own.name), encode(own, [entry]))
+        sink.put(str(own.name), [encode(own, [entry])])
     replica = Replica(None, sink)
     with pytest.raises(TablesError, match="have some rows of a twice, and so lack others"):
         replica.update()
@@ -234,9 +234,9 @@ def test_a_table_of_any_size_without_a_base_is_refused() -> None:
     """A new replica would make a table of the size that a header states."""
     sink = MemorySink()
     base = dataclasses.replace(HEADER, tables={"a": (2, 1)})
-    sink.write(str(base.name), encode(base, [Rows("a", "weight", (2, 1), 0, torch.arange(2), torch.ones(2, 1))]))
+    sink.put(str(base.name), [encode(base, [Rows("a", "weight", (2, 1), 0, torch.arange(2), torch.ones(2, 1))])])
     size = 1 << 40, 1
     cut = dataclasses.replace(base, step=3, after=(1, 2), tables={"a": (2, 1), "b": size})
-    sink.write(str(cut.name), encode(cut, [Rows("b", "weight", size, 0, torch.tensor([5]), torch.ones(1, 1))]))
+    sink.put(str(cut.name), [encode(cut, [Rows("b", "weight", size, 0, torch.tensor([5]), torch.ones(1, 1))])])
     with pytest.raises(TablesError, match="has rows of b, of which this replica has had no base"):
         Replica(None, sink).update()

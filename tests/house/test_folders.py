@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_overlap.__file__).resolve().parent
 ROOT = PACKAGE.parent
 FLOORS = (  # from the ground up; each file or folder imports from those on the floors below it
     ("text", "versions", "compat"),
-    ("schedules", "distributed", "data"),
+    ("schedules", "distributed", "data", "storage"),
     ("models", "runtime", "dense"),
     ("profiling", "tables", "balance"),
     ("sparse", "tuning", "updated_rows"),
@@ -30,7 +30,7 @@ _NO_CONFIGS = {"hydra", "omegaconf"}
 _NO_LIGHTNING = {"lightning", "pytorch_lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm", "fbgemm_gpu", *_NO_LIGHTNING}  # "fbgemm" is the file of `compat/`
 LEAVES_ALONE = {
-    **dict.fromkeys(("distributed", "runtime", "dense", "profiling", "tuning"), _NO_TORCHREC),
+    **dict.fromkeys(("storage", "distributed", "runtime", "dense", "profiling", "tuning"), _NO_TORCHREC),
     **dict.fromkeys(("balance", "tables", "sparse", "updated_rows", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing", "deltas"), _NO_CONFIGS),
 }
@@ -38,10 +38,9 @@ LEAVES_ALONE = {
 WINGS = {"ray": [], "deltas": [], "data": ["models", "apps"], "models": ["apps"], "apps": ["train", "benchmark"]}
 ROOMS = {
     "files": [],
-    "sinks": ["files"],
-    "serving": ["files", "sinks"],
-    "recording": ["files", "sinks"],
-    "restoring": ["files", "sinks", "serving", "recording"],
+    "serving": ["files"],
+    "recording": ["files"],
+    "restoring": ["files", "serving", "recording"],
 }
 OF_TRAININGS = {"recording", "restoring"}  # rooms that import Lightning, TorchRec and other folders
 PRIVATE = "compat"  # a file for each library, with its private names; each file is a face of its own
@@ -128,13 +127,14 @@ def complaints_of_room(source: str, path: Path) -> Iterator[str]:
         if top == "lightning_overlap" and (rest or [name])[0] == "deltas":
             target, *inner = rest[1:] or [name]
             if target == room:
-                if "_sink" in path.stem and "resolve" in (*inner, name):
-                    yield "a sink imports resolve"
-            elif target not in ROOMS[room]:
+                continue
+            if target not in ROOMS[room]:
                 yield f"{room} imports {target}"
             elif inner:
                 yield f"{room} imports {'.'.join([target, *inner])}, and not the face of {target}"
-        elif room not in OF_TRAININGS and (top in _NO_TORCHREC or (top == "lightning_overlap" and rest != ["text"])):
+        elif room not in OF_TRAININGS and (
+            top in _NO_TORCHREC or (top == "lightning_overlap" and rest not in (["text"], ["storage"]))
+        ):
             yield f"{room} imports {module}"
 
 

@@ -1,7 +1,7 @@
 """The files of cuts, and the chain of cuts. Needs pyarrow of the extra `deltas`; isal of this extra is faster."""
 
 from .chain import Chain, Move
-from .cuts import CutError, DeltaSink, Head, as_words, file_of
+from .cuts import CutError, Head, as_words, file_of
 from .form import (
     EVICTED_ID,
     NO_ID,
@@ -16,14 +16,13 @@ from .form import (
     FileError,
     FileName,
     Header,
-    Piece,
     RawIds,
     Rows,
     decode,
     encode,
     encode_pieces,
-    joined,
     parse_names,
     read_header,
 )
 from .sealed import SealedFile, check_seal
+from .sink import as_store, prune

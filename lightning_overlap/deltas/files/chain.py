@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ...storage import Store
 from ...text import some
-from .cuts import Cut, CutError, CutId, DeltaSink, Head, LostError, as_words, read_head
+from .cuts import Cut, CutError, CutId, Head, LostError, as_words, read_head
 from .form import FileName, parse_names, read_header
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class Move(NamedTuple):
 class Chain:
     """The cuts in a sink."""
 
-    def __init__(self, sink: DeltaSink) -> None:
+    def __init__(self, sink: Store) -> None:
         self.sink = sink
         self.run: str | None = None  # the accepted training; None accepts any
         self.fit = ""  # the fit that wrote the last applied cut; empty if unknown

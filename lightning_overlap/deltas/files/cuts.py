@@ -1,42 +1,14 @@
-"""The protocol of sinks, and the cuts in a sink: which are whole, which files are missing, and their headers."""
+"""The cuts in a sink: which are whole, which files are missing, and their headers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Protocol, runtime_checkable
 
+from ...storage import Store
 from .form import CutFile, FileError, FileName, Header, decode, read_header
 
 CutId = tuple[int, int]  # generation and step, the order of cuts
 _TWO_TRAININGS = "two trainings wrote into this sink. Use a separate sink for each run."
-
-
-@runtime_checkable
-class DeltaSink(Protocol):
-    """Stores files by name, for replicas and resumed trainings.
-
-    Each rank writes through its own pickled copy of the user's sink, which must open its connection at the first use;
-    any number of processes read at the same time. A sink that cannot be read may return no names: then every fit begins
-    with a base. It may also have `check()`, which raises a `SinkError` if files cannot be written, and
-    `write_pieces(name, pieces)`, which is called instead of `write` and saves a copy: it writes the joined bytes of
-    `pieces` (`bytes` or `memoryview`), whose memory is reused when it returns.
-    """
-
-    def write(self, name: str, content: bytes) -> None:
-        """Store or replace a file; return when it is durable and complete for every reader."""
-
-    def names(self) -> Iterable[str]:
-        """Return the names of all files of cuts, without other files or keys."""
-
-    def read(self, name: str) -> bytes:
-        """Return a file; raise a KeyError if it does not exist."""
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files, in the given order; missing names are ignored."""
-
-    def close(self) -> None:
-        """Close connections; the next call opens them again."""
 
 
 class CutError(ValueError):
@@ -98,8 +70,8 @@ class Head:
     is_void: bool
 
 
-def read_head(sink: DeltaSink, cut: Cut) -> Head:
-    """Read the headers of a whole cut, from the first file of each rank; raise a KeyError if one was removed."""
+def read_head(sink: Store, cut: Cut) -> Head:
+    """Read the headers of a whole cut, from the first file of each rank; a FileNotFoundError if one was removed."""
     headers: list[Header] = []
     for name in cut.names:
         if name.chunk == 0:

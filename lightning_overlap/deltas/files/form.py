@@ -1,10 +1,9 @@
 """The format of files (docs/deltas_format.md): each has some of a rank's rows of a cut. A base has all rows."""
 
-import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +21,7 @@ except ImportError as err:
         f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
     ) from err
 
+from ...storage import Piece, joined
 from .arrow_stream import read_stream
 
 try:
@@ -37,7 +37,6 @@ NO_ID = torch.iinfo(torch.int64).max  # of a row that stands for no id
 TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a file
 SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
-Piece: TypeAlias = bytes | memoryview  # bytes of a file; a view's memory is reused after the file is written
 Columns: TypeAlias = tuple[str, str, int, int]  # table, kind of state, first column and number of columns of a shard
 
 _HEADER = b"embedding_deltas.part"
@@ -170,16 +169,6 @@ class CutFile(NamedTuple):
 def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
     """Return the bytes of a file: an Arrow IPC stream and a checksum, as in docs/deltas_format.md."""
     return joined(encode_pieces(header, rows, dense))
-
-
-def joined(pieces: Sequence[Piece]) -> bytes:
-    """Return the bytes of pieces, copied without the GIL, which the training thread needs."""
-    if len(pieces) == 1 and isinstance(pieces[0], bytes):
-        return pieces[0]
-    whole = io.BytesIO(bytes(sum(map(len, pieces))))
-    with whole.getbuffer() as memory:
-        np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces], out=np.frombuffer(memory, np.uint8))
-    return whole.getvalue()
 
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:

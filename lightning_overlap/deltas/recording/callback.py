@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ...distributed import Lowest
 from ...plugin import OverlapEmbeddingStrategy, logged_step
+from ...storage import Store, check_store, close_store
 from ...tables import ShardedStateNames, num_fused_writes, sharded_modules
 from ...updated_rows import TouchedRows
 from ..files import (
@@ -27,12 +28,12 @@ from ..files import (
     FileName,
     Header,
     RawIds,
+    as_store,
     decode,
     encode_pieces,
     parse_names,
     read_header,
 )
-from ..sinks import DeltaSink, check_sink, resolve_sink
 from .cuts import Cut, DenseSource, base_files, columns_of_states, merged_rows
 from .raw_ids import IdSource
 from .writer import CutWriter
@@ -49,7 +50,7 @@ class EmbeddingDeltas(Callback):
     rows that replicas may have with other values. Training waits for this first write, and for the last write.
 
     Args:
-        sink: A folder (or fsspec URL), `redis://...`, or a `DeltaSink`.
+        sink: A folder (or fsspec URL), `redis://...`, or a `Store`.
         every_n_steps: Batches between cuts; longer while two cuts are being written.
         max_lag_steps: Number of batches that the newest written cut may lag behind the training; None: unlimited.
         on_lag: What a larger lag does: `warn` once, or `stop` the training after the step.
@@ -68,7 +69,7 @@ class EmbeddingDeltas(Callback):
 
     def __init__(
         self,
-        sink: str | os.PathLike[str] | DeltaSink,
+        sink: str | os.PathLike[str] | Store,
         every_n_steps: int = 10,
         max_lag_steps: int | None = None,
         *,
@@ -91,7 +92,7 @@ class EmbeddingDeltas(Callback):
             raise ValueError(f"on_lag must be 'warn' or 'stop', got {on_lag!r}.")
         if sink_timeout_s <= 0:
             raise ValueError(f"sink_timeout_s must be above 0, got {sink_timeout_s}.")
-        self._sink = resolve_sink(sink)
+        self._sink = as_store(sink)
         self._every, self._max_lag_steps, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sink_timeout_s, self._name = sink_timeout_s, name
         self._sends_dense, self._states = dense, optimizer_state
@@ -158,7 +159,7 @@ class EmbeddingDeltas(Callback):
         self._raw_ids = _plain(self._dense.ids.described)
         self._columns = sorted({one for _, columns in of_ranks for one in columns}) if self._states else None
         self._last = self._step  # the step of the newest cut
-        self._together(lambda: self._writer.call("check", lambda: check_sink(self._sink)))
+        self._together(lambda: self._writer.call("check", lambda: check_store(self._sink)))
         self._begin(restored)
         self._acknowledged = (self.generation, self._step)
 
@@ -389,7 +390,7 @@ class EmbeddingDeltas(Callback):
                 self._found = after
             is_base = is_void or changed
             self._together(lambda: self._write_base(after_all=is_void) if is_base else self._write_cut(after))
-        self._together(lambda: self._writer.call("close", self._sink.close))
+        self._together(lambda: self._writer.call("close", lambda: close_store(self._sink)))
         self._end()
         self._acknowledged = (self.generation, self._step)
 

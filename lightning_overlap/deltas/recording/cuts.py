@@ -8,8 +8,9 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from ...storage import Piece
 from ...updated_rows import Field, RowCopy, to_host
-from ..files import RAW_ID, WEIGHT, Columns, Dense, Header, Piece, Rows, encode_pieces
+from ..files import RAW_ID, WEIGHT, Columns, Dense, Header, Rows, encode_pieces
 from .raw_ids import IdsCopy, IdSource
 
 FILE_BYTES = 5 << 20  # most bytes of rows in a file; larger files do not fit a core's cache and are slower

@@ -10,8 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from ..files import Piece
-from ..sinks import DeltaSink, SinkError, writes_pieces
+from ...storage import Piece, Store, StoreError, close_store
 
 MOST_WAITING = 2  # most unwritten cuts; no further cut is made meanwhile
 LOOKS_EVERY_S = 0.5  # seconds between checks whether the sink hangs, while a caller waits for it
@@ -23,9 +22,8 @@ T = TypeVar("T")
 class CutWriter:
     """Writes the files of one rank. Only its thread uses the sink; a call longer than `timeout_s` is an error."""
 
-    def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
+    def __init__(self, sink: Store, timeout_s: float = float("inf")) -> None:
         self._sink, self._timeout_s = sink, timeout_s
-        self._keep = writes_pieces(sink)
         self._call: tuple[str, float] | None = None  # the current call of the sink, and its start
         self._jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()  # None ends the thread
         self._cuts = deque[Future[None]](maxlen=MOST_WAITING)
@@ -68,7 +66,7 @@ class CutWriter:
     def look(self) -> None:
         """Set `error` if a call of the sink takes longer than the timeout."""
         if self.error is None and (call := self._overdue()) is not None:
-            self.error = SinkError(
+            self.error = StoreError(
                 f"{self._sink} hangs: {call} has not returned for {self._timeout_s:g} s. Check the sink, or raise "
                 "EmbeddingDeltas(sink_timeout_s=...), which is limited to half of the strategy's timeout."
             )
@@ -77,7 +75,7 @@ class CutWriter:
         """End the thread after the current write, for which this waits up to `timeout_s` s; drop unwritten cuts."""
         self._ends = True
         if self._thread is not None:
-            self._later(partial(self._timed, "close", self._sink.close))
+            self._later(partial(self._timed, "close", partial(close_store, self._sink)))
             self._jobs.put(None)
             self._thread.join(0 if self._overdue() else timeout_s)
 
@@ -117,7 +115,7 @@ class CutWriter:
             return
         try:
             for name, pieces in files():
-                call(f"write of {name}", partial(self._keep, name, pieces))
+                call(f"write of {name}", partial(self._sink.put, name, pieces))
                 self.num_bytes += sum(map(len, pieces))
                 if self.error is not None:  # `look` gave up on this call
                     return

@@ -14,12 +14,12 @@ from ...checkpoint import ENTRIES, FUSED
 from ...compat.lightning import fit_loop_state
 from ...distributed import gather_objects, together
 from ...plugin import OverlapEmbeddingStrategy, first_words
+from ...storage import Store, close_store
 from ...tables import has_tables
 from ...text import some, without_secrets
-from ..files import CutError, DeltaSink, Header, as_words, parse_names
+from ..files import CutError, Header, as_store, as_words, parse_names
 from ..recording import EmbeddingDeltas, state_after
 from ..serving import Replica
-from ..sinks import resolve_sink
 from .shard_tables import ShardTables
 
 T = TypeVar("T")
@@ -30,9 +30,9 @@ _KINDS = (ValueError, OSError, ImportError, RuntimeError)  # errors that keep th
 class _Listed:
     """A sink whose listing is that of rank 0, so that all ranks read the same cuts."""
 
-    def __init__(self, sink: DeltaSink, names: list[str]) -> None:
-        self._names, self.read, self.close = names, sink.read, sink.close
-        self.write, self.remove = sink.write, sink.remove
+    def __init__(self, sink: Store, names: list[str]) -> None:
+        self._names, self.read, self.put, self.remove = names, sink.read, sink.put, sink.remove
+        self.close = partial(close_store, sink)
 
     def names(self) -> Iterable[str]:
         """Return rank 0's listing."""
@@ -72,11 +72,11 @@ def read_deltas(address: str, trainer: Trainer) -> dict[str, Any]:
             raise
 
     def list_files() -> list[str]:
-        return [] if strategy.global_rank else list(map(str, parse_names(resolve_sink(address).names())))
+        return [] if strategy.global_rank else list(map(str, parse_names(as_store(address).names())))
 
     def read(names: list[str]) -> ShardTables:
         tables = ShardTables(module, states=fits, strict=module.strict_loading)
-        with Replica(tables, _Listed(resolve_sink(address), names)) as replica:
+        with Replica(tables, _Listed(as_store(address), names)) as replica:
             replica.update()
         if replica.position is None:
             raise CutError("the sink has no whole cut, and no base of every rank: its first cut was not finished.")

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ...storage import Store, close_store, whole_file
 from ...text import check_known
 from ..files import (
     TRAILER_SIZE,
@@ -26,11 +27,11 @@ from ..files import (
     Move,
     RawIds,
     SealedFile,
+    as_store,
     as_words,
     check_seal,
     file_of,
 )
-from ..sinks import DeltaSink, resolve_sink, write_whole
 from .covered_rows import CoveredRows
 from .raw_ids import ComingIds, KnownIds
 from .served_tables import ServedTables, Tables
@@ -77,7 +78,7 @@ class Replica(AbstractContextManager["Replica"]):
     Args:
         target: The tables to update: the trained LightningModule, unsharded, on any device; or a mapping from names in
             its `state_dict` to tensors; or None to make tables, see `state_dict`. (`Tables` write in their own way.)
-        sink: A sink, or its address (see `resolve_sink`).
+        sink: A sink, or its address (see `as_store`).
         start: A file written by `save`, to continue from.
         optimizer_state: Whether to also keep optimizer state, in `optimizer_state`.
         kept_bytes: Cuts up to this size stay in memory between check and write; larger cuts are read twice.
@@ -90,13 +91,13 @@ class Replica(AbstractContextManager["Replica"]):
     def __init__(
         self,
         target: nn.Module | Mapping[str, Tensor] | Tables | None,
-        sink: str | os.PathLike[str] | DeltaSink,
+        sink: str | os.PathLike[str] | Store,
         *,
         start: str | os.PathLike[str] | None = None,
         optimizer_state: bool = False,
         kept_bytes: int = 256 << 20,
     ) -> None:
-        self.sink = resolve_sink(sink)
+        self.sink = as_store(sink)
         self._tables = target if isinstance(target, Tables) else ServedTables(target, optimizer_state)
         self._chain = Chain(self.sink)
         self._kept_bytes = kept_bytes
@@ -211,7 +212,7 @@ class Replica(AbstractContextManager["Replica"]):
             CutError: Files are missing, out of order or of another run.
             FileError: A file is damaged, of another schema, or renamed.
             TablesError: Files do not fit the tables.
-            SinkError: The sink cannot be read.
+            StoreError: The sink cannot be read.
         """
         with self._updating:
             count, reached = 0, Counter[tuple[int, int]]()
@@ -273,7 +274,7 @@ class Replica(AbstractContextManager["Replica"]):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.sink.close()
+        close_store(self.sink)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -335,11 +336,11 @@ class Replica(AbstractContextManager["Replica"]):
                     self._apply(move)
                 if move is not None or not is_listed:
                     return move is not None
-            except (KeyError, CutError) as err:
+            except (FileNotFoundError, CutError) as err:
                 self._chain.forget()
                 problem = err
-                if isinstance(err, KeyError):
-                    problem = CutError(f"{err.args[0]} was removed after it was listed: files are being removed.")
+                if isinstance(err, FileNotFoundError):
+                    problem = CutError(f"a file was removed after it was listed ({err}): files are being removed.")
         raise problem
 
     def _apply(self, move: Move) -> None:
@@ -404,13 +405,10 @@ class Replica(AbstractContextManager["Replica"]):
 def save_whole(content: Any, path: Path) -> None:
     """Write a file for `torch.load` atomically, with a checksum, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(file: IO[bytes]) -> None:
+    with whole_file(path.absolute()) as file:
         sealed = SealedFile(file)
         torch.save(content, cast(IO[bytes], sealed))
         sealed.seal()
-
-    write_whole(os.path.abspath(path), write)
 
 
 class _ReadLock:
