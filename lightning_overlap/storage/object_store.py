@@ -112,7 +112,10 @@ class ObjectStore:
         """Keep a file."""
         files, path = self._files, self._path(name)
         with self._words.errors("write to"):
-            if _WHOLE_PUTS.intersection([files.protocol] if isinstance(files.protocol, str) else files.protocol):
+            puts_whole = _WHOLE_PUTS.intersection(
+                [files.protocol] if isinstance(files.protocol, str) else files.protocol
+            )
+            if puts_whole or has_magic(path):  # fsspec's renaming would take the name for a pattern
                 files.pipe_file(path, joined(pieces))
                 return
             folder, _, last = path.rpartition("/")
