@@ -41,7 +41,7 @@ from .not_checkpoints import (
 from .parts import FUSED, MODEL
 from .places import LocalPlace, as_place
 from .places import Place as CheckpointPlace
-from .store_place import StoredBase, StorePlace, or_warn
+from .store_place import StoredBase, StorePlace
 from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
 
 ROWS_NAME = "rows.json"
@@ -78,12 +78,16 @@ class Newest(NamedTuple):
     rows: dict[str, RowsFile]  # its files of rows
     base_save: str  # identity of the save of its base, or of its own
     base_bytes: int
-    merged: "_Merged | None" = None  # base and rows in one: the base of the next increment
 
     @property
     def is_whole(self) -> bool:
         """Whether it is its own base."""
         return self.base_save == self.checksums.save
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """The size of all rows since the last whole checkpoint."""
+        return sum(one.file.size for one in self.rows.values())
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -94,29 +98,9 @@ class Newest(NamedTuple):
                 raise GoneError(str(self.place))
             yield folder
 
-    def is_there(self) -> bool:
-        """Return whether its place still has it, as it was saved; not if the disk or store fails."""
-        with suppress(OSError, DamagedError):
-            return bool(_identity(self.place) == self.identity)
-        return False
-
 
 class GoneError(OSError):
     """A checkpoint that a save was to stand on is not there, or not as it was saved."""
-
-
-class _Merged(NamedTuple):
-    """What rows were merged to. Only rank 0 knows it."""
-
-    checksums: Checksums
-    identity: Any  # while its place has this one, it is as it was written
-    base_save: str  # the base of the rows
-    rows: frozenset[str]  # names of the files of rows
-
-    @property
-    def where(self) -> tuple[CheckpointPlace, Any]:
-        """Its place, and what that has to be."""
-        return self.checksums.place, self.identity
 
 
 class Increments:
@@ -124,10 +108,9 @@ class Increments:
 
     A save is whole if there is none before it, if the newest is gone (a warning) or failed, or if tables were written
     other than by their backward since. Users remove, rename and copy checkpoints at any time: the folders of a disk are
-    linked where they are checked, and the files of a store are checked again before a marker lists them.
-    If the rows since the last whole one have more than `most` times its bytes, both are merged
-    to the base of a later increment. All ranks make the same calls. Raises a ValueError for managed collision modules
-    other than `MCHManagedCollisionModule`.
+    linked where they are checked, and the files of a store are checked again before a marker lists them. A save is
+    whole, too, once the rows since the last whole one have more than `most` times its bytes. All ranks make the same
+    calls. Raises a ValueError for managed collision modules other than `MCHManagedCollisionModule`.
     """
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
@@ -153,10 +136,6 @@ class Increments:
         self._newest: Newest | None = None
         self._increment: Increment | None = None  # whose rows may still be copied
         self._can_link = True
-        self._merged: _Merged | None = None  # what a thread has merged; the next save begins to use it
-        self._is_lost = False  # whether a merge has failed since the last save
-        self._one_change = threading.Lock()  # of `_merged`, `_is_lost` and what `_newest` is merged to
-        self._used: list[CheckpointPlace] = []  # merged, to remove: a later checkpoint has its files, or none needs it
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
@@ -165,12 +144,6 @@ class Increments:
             self.settle()
         self._settled(False)  # if that failed
         self._touched.detach()
-
-    def end(self) -> None:
-        """Remove on rank 0 what rows were merged to, once no save and no merge is under way: nothing will need it."""
-        self._forget_merged()
-        self._newest = None
-        self.discard_used()
 
     def settle(self) -> None:
         """Wait until the rows of the last save are copied: from here on anybody may write tables."""
@@ -190,7 +163,6 @@ class Increments:
             return False
         if not (self._group is None or self._group.rank() == 0):
             return True
-        self._use_merged()
         return self._can_stand_on_newest(place)
 
     def begin_whole(self, model: nn.Module) -> None:
@@ -221,6 +193,8 @@ class Increments:
         newest = self._newest
         if newest is None or not (self._can_link or place.is_store):
             return False
+        if newest.bytes_of_rows > self._most * newest.base_bytes:
+            return False
         try:
             if newest.identity is None:
                 raise GoneError(str(newest.place))
@@ -233,10 +207,8 @@ class Increments:
                 return True
             if newest.place.beside(place.name) != place:  # a marker lists files beside it
                 return False
-            merged = newest.merged
-            for one, identity in [(newest.place, newest.identity)] + ([] if merged is None else [merged.where]):
-                if _identity(one) != identity:
-                    raise GoneError(str(one))
+            if _identity(newest.place) != newest.identity:
+                raise GoneError(str(newest.place))
             return True
         except (GoneError, FileNotFoundError, NotADirectoryError, DamagedError):
             self.lose("this checkpoint is whole")
@@ -252,7 +224,6 @@ class Increments:
                 f"{then}. Rename or remove other checkpoints than the newest one, or copy it.",
                 stacklevel=2,
             )
-        self._forget_merged()
         self._newest = None
 
     def _is_of_rows(self, part: str, name: str) -> bool:
@@ -280,62 +251,12 @@ class Increments:
         """Note on rank 0 a complete checkpoint, with what `commit` has returned: the next increment stands on it."""
         place = checksums.place
         if increment is None:
-            self._forget_merged()
             num_bytes = sum(file.size for file in checksums.files.values())
             self._newest = Newest(place, identity, checksums, {}, checksums.save, num_bytes)
         else:
             before = increment.newest
             assert before is not None
-            if before.merged is not None:
-                self._used.append(before.merged.checksums.place)
-            self._newest = before._replace(
-                place=place, identity=identity, checksums=checksums, rows=increment.rows, merged=None
-            )
-
-    def due(self, place: CheckpointPlace) -> "Newest | None":
-        """Return, on rank 0, the checkpoint at `place` if it is the newest, and has too many rows since its base."""
-        with self._one_change:
-            newest, knows = self._newest, self._merged is None and not self._is_lost
-        if newest is None or newest.place != place or newest.merged is not None or not knows:
-            return None
-        is_due = sum(one.file.size for one in newest.rows.values()) > self._most * newest.base_bytes
-        return newest if is_due and newest.is_there() else None
-
-    def note_merged(self, increment: "Increment", checksums: Checksums | None) -> None:
-        """Note on rank 0, in any thread, what base and rows of a save were merged to; None: the next save is whole."""
-        merged = None
-        if checksums is not None:
-            identity = _identity(checksums.place)
-            merged = _Merged(checksums, identity, increment.base_save, frozenset(increment.rows))
-        with self._one_change:
-            self._merged, self._is_lost = merged, merged is None
-
-    def _use_merged(self) -> None:
-        """Let the next increment stand on what rows were merged to, if it has the rows of the newest checkpoint."""
-        with self._one_change:
-            merged, self._merged = self._merged, None
-            is_lost, self._is_lost = self._is_lost, False
-            newest = self._newest
-            if is_lost:
-                self._newest = None
-            elif merged is not None and newest is not None and newest.base_save == merged.base_save:
-                rows = {name: one for name, one in newest.rows.items() if name not in merged.rows}
-                files = merged.checksums.files.values()
-                num_bytes, save = sum(file.size for file in files), merged.checksums.save
-                self._newest = newest._replace(rows=rows, base_save=save, base_bytes=num_bytes, merged=merged)
-            elif merged is not None:
-                self._used.append(merged.checksums.place)
-
-    def _forget_merged(self) -> None:
-        """Note that nothing will stand on what rows were merged to."""
-        in_newest = None if self._newest is None else self._newest.merged
-        self._used += [one.checksums.place for one in (in_newest, self._merged) if one is not None]
-        self._merged, self._is_lost = None, False
-
-    def discard_used(self) -> None:
-        """Remove merged folders on rank 0; later checkpoints have links to their files, or list them."""
-        while self._used:
-            or_warn(self._used.pop().discard)
+            self._newest = before._replace(place=place, identity=identity, checksums=checksums, rows=increment.rows)
 
     def end_save(self) -> None:
         """Note on every rank that the last save is complete."""
@@ -390,8 +311,6 @@ class Increment:
             return None
         known = newest.checksums.seen_from(place)
         self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
-        if newest.merged is not None:
-            return newest.merged.checksums.seen_from(place)
         return known if newest.is_whole else known.base
 
     def write(self, files: HashingFiles, folder: str, rank: int) -> dict[str, list[Place]]:
@@ -404,7 +323,7 @@ class Increment:
             for _, shard in local_parts(piece)
             if shard.numel()
         }
-        copy, self.copy = self.copy, None  # a merge may hold this increment for long
+        copy = self.copy
         assert copy is not None
         copied = copy.rows()
         self.check()
@@ -459,14 +378,7 @@ def _link(newest: Newest, place: LocalPlace) -> None:
     with newest.opened() as folder:
         for name in newest.rows:
             os.link(name, place.unfinished / name, src_dir_fd=folder)
-        if newest.merged is not None:
-            merged, identity = newest.merged.where
-            assert isinstance(merged, LocalPlace)
-            with opened(merged.path) as base:
-                if _identity_in(base) != identity:
-                    raise GoneError(str(merged))
-                link_files(base, into)
-        elif newest.is_whole:
+        if newest.is_whole:
             link_files(folder, into, {METADATA_NAME})
         else:
             with opened(BASE_FOLDER, folder) as base:

@@ -14,8 +14,6 @@ from .not_checkpoints import CHECKSUMS_NAME
 if TYPE_CHECKING:
     from .checksums import Checksums
 
-MERGED_NAME = "increments.merged"
-
 
 class Place(Protocol):
     """The place of one checkpoint, `name`, beside others; `str()` of it is shown in messages and has no secrets.
@@ -37,14 +35,6 @@ class Place(Protocol):
 
     def beside(self, name: str) -> "Place":
         """Return the place of another checkpoint in the same folder."""
-        ...
-
-    @property
-    def merged(self) -> "Place":
-        """The place, beside the checkpoint, of what increments are merged to until a later checkpoint has it.
-
-        One for all checkpoints of a folder: the checkpoint whose increments they were may be removed meanwhile.
-        """
         ...
 
     def is_in(self, folder: str) -> bool:
@@ -136,11 +126,6 @@ class LocalPlace:
     def beside(self, name: str) -> "LocalPlace":
         """Return the place of another checkpoint in the same folder."""
         return LocalPlace(self.path.with_name(name))
-
-    @property
-    def merged(self) -> "LocalPlace":
-        """The place of what increments are merged to."""
-        return self.beside(MERGED_NAME)
 
     def is_in(self, folder: str) -> bool:
         """Return whether the checkpoint lies in this folder."""

@@ -2,8 +2,6 @@
 
 import io
 import pickle
-import shutil
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,28 +24,24 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from ..compat.torch import tree_map_only
-from ..distributed import Group, gather_objects, gather_on_rank_zero, together, warn_on_rank_zero
-from ..storage import StoppedError, is_address
+from ..distributed import Group, gather_objects, gather_on_rank_zero, together
+from ..storage import is_address
 from ..tables import ShardedStateNames
 from ..text import check_known, without_secrets
-from .atomic import being_replaced, check_replaceable, disk_errors, sibling
+from .atomic import being_replaced, disk_errors, sibling
 from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import (
     ROWS_NAME,
-    GoneError,
     Increment,
     Increments,
     RowsFile,
     base_of,
     commit,
     is_incremental,
-    link_files,
-    opened,
     put_rows,
 )
 from .managed_collision_state import Generators, collision_state, pieces_for
-from .merged_rows import MergedRows
 from .model_state import (
     OTHER_TABLES,
     Listed,
@@ -170,21 +164,13 @@ def take_state(
 
 
 class FolderSaver:
-    """Writes checkpoint folders one at a time, optionally in a thread, and merges increments in another.
+    """Writes checkpoint folders one at a time, optionally in a thread; `group` is only for saves."""
 
-    `group` is only for saves, and `merges` for merges.
-    """
-
-    def __init__(self, group: Group, merges: Group = None) -> None:
-        self._group, self._group_of_merges = group, merges
+    def __init__(self, group: Group) -> None:
+        self._group = group
         # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[bool | None]] = []  # a save, and then the actions of `on_commit`
-        self._merger: ThreadPoolExecutor | None = None
-        self._merge: Callable[[threading.Event], None] | None = None  # to be begun
-        self._stop_merging = threading.Event()
-        self._merging: list[Future[None]] = []  # one merges, the others wait for it
-        self._at_rest: list[Callable[[], None]] = []  # to be called when no save and no merge is under way
 
     def save(
         self,
@@ -203,9 +189,7 @@ class FolderSaver:
         Moves sharded state out of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks
         allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
         """
-        self.wait(stops_merge=increments is not None and not follows)  # a whole one makes it useless
-        if increments is not None:  # others, as of weights only, leave the newest increment as it is
-            self.forget_merge()
+        self.wait()
         fused = increments.fused if increments and follows else None
         state = take_state(checkpoint, model, self._group, fused, generators)
         increment = increments.take(state) if increments and follows else None
@@ -223,14 +207,12 @@ class FolderSaver:
         # From here on there are threads, which take the interpreter from this one.
         if increments is not None and increment is not None:
             increments.start(increment)
-            self._merge = partial(_merge, place, self._group_of_merges, increments, increment)
         write = partial(_write, place, also, self._group, name, rest, snapshot, increments, increment, state)
         if not asynchronous:
             if increments is not None:
                 increments.settle()
             if not write() and increments is not None and increment is not None:
                 # What it was to stand on is gone, and the tables still are what is to be saved.
-                self._merge = None
                 for part, key, piece in increment.pieces:
                     state.setdefault(part, {})[key] = piece
                 increments.begin_whole(model)
@@ -244,28 +226,6 @@ class FolderSaver:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         return self._executor.submit(action)
 
-    def merge(self) -> None:
-        """Begin, in the thread, to merge the increments of the newest checkpoint with its base, if it is due.
-
-        Every rank calls this at the same point, once nothing more comes that belongs to the last save.
-        """
-        if self._merge is not None:
-            merge, self._merge = self._merge, None
-            before, stop = [*self._under_way], self._stop_merging
-
-            def merge_after_save() -> None:
-                futures.wait(before)  # and for what comes after it, such as removals
-                if not before or _is_complete(before[0]):
-                    merge(stop)
-
-            self._merger = self._merger or ThreadPoolExecutor(1, thread_name_prefix="merge")
-            self._merging = [one for one in self._merging if not one.done()]
-            self._merging.append(self._merger.submit(merge_after_save))
-
-    def forget_merge(self) -> None:
-        """Do not begin what would come with the next `merge`."""
-        self._merge = None
-
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call a function after the current save succeeds; at once if there is none."""
         if self._executor is None or not self._under_way:
@@ -274,37 +234,12 @@ class FolderSaver:
         save = self._under_way[0]
         self._under_way.append(self._executor.submit(lambda: action() if _is_complete(save) else None))
 
-    def at_rest(self, action: Callable[[], None]) -> None:
-        """Call a function once the save and the merge under way have ended or failed; at once if there is none."""
-        self._at_rest.append(action)
-        if all(one.done() for one in self._under_way + self._merging):
-            self._rest()
-
-    def wait(self, *, stops_merge: bool = False) -> None:
-        """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed.
-
-        With `stops_merge` a merge ends after the shard that is being written, and is lost.
-        """
+    def wait(self) -> None:
+        """Wait for the current save and for actions of `on_commit`; raise an OSError on every rank if it failed."""
         under_way, self._under_way = self._under_way, []
-        if stops_merge:
-            self._stop_merging.set()
-            self.wait_merged()
-            self._stop_merging = threading.Event()
         futures.wait(under_way)
-        if stops_merge:
-            self._rest()
         for done in under_way:
             done.result()
-
-    def _rest(self) -> None:
-        actions, self._at_rest = self._at_rest, []
-        for action in actions:
-            action()
-
-    def wait_merged(self) -> None:
-        """Wait until increments are merged, if they are being merged."""
-        merging, self._merging = self._merging, []
-        futures.wait(merging)
 
 
 def _is_complete(save: Future[bool | None]) -> bool:
@@ -359,8 +294,6 @@ def _write(
             place.begin(name)
         if increment is not None:
             base = increment.list_base(place)
-        elif increments is not None:
-            or_warn(partial(_discard_merged, place.merged))  # of a run that was killed
 
     def finish() -> None:
         nonlocal is_gone
@@ -407,93 +340,6 @@ def _write(
     if increments is not None:
         increments.end_save()
     return True
-
-
-def _merge(
-    place: Place,
-    group: Group,
-    increments: Increments,
-    increment: Increment,
-    stop: threading.Event,
-) -> None:
-    """Merge an incremental checkpoint's rows with its base, to the base of a later one; it stays as it is.
-
-    Later ones may be saved meanwhile, and it may be removed. A warning if the merge fails: then the next checkpoint is
-    whole. If any rank's `stop` is set, or if it is removed or replaced before its files are known, all is as before.
-    """
-    target, state = place.merged, cast(State, {})
-    for part, name, piece in increment.pieces:
-        state.setdefault(part, {})[name] = piece
-    is_read = False  # whether the checkpoint may go
-
-    def begin() -> None:
-        target.begin(name)
-        if isinstance(place, LocalPlace) and isinstance(target, LocalPlace):  # files in a store stay
-            linked = target.unfinished / _SOURCE
-            (linked / BASE_FOLDER).mkdir(parents=True)
-            assert due is not None
-            try:
-                with due.opened() as folder, opened(BASE_FOLDER, folder) as base:
-                    link_files(folder, linked)
-                    link_files(base, linked / BASE_FOLDER)
-            except FileNotFoundError as err:
-                raise StoppedError from err
-            except GoneError as err:
-                raise StoppedError from err
-
-    def is_there() -> bool:
-        return due is not None and due.is_there()
-
-    def finish() -> None:
-        files = {key: value for of_rank in written for key, value in of_rank.items()}
-        if isinstance(target, LocalPlace):
-            shutil.rmtree(target.unfinished / _SOURCE)
-        checksums = Checksums(target, name, files)
-        target.commit(checksums, None)
-        increments.note_merged(increment, checksums)
-
-    increments.discard_used()
-    due = increments.due(place)  # rank 0 knows
-    own = uuid.uuid4().hex, due is not None, stop.is_set()
-    [(name, is_due, _), *_] = of_ranks = gather_objects(own, group)
-    if not is_due or any(stops for _, _, stops in of_ranks):
-        return
-    try:
-        on_rank_zero(begin, group)
-        is_read = not place.is_store
-        source = LocalPlace(target.unfinished / _SOURCE) if isinstance(target, LocalPlace) else place
-        rows = together(partial(MergedRows, source, state, stop), group)
-        is_read = True
-        files, writer = _writer_of(target, name)
-        save(state, storage_writer=writer, planner=rows, process_group=group, no_dist=group is None)
-        written = gather_on_rank_zero(files.written, group)
-        on_rank_zero(finish, group)
-    except (CheckpointException, RuntimeError) as err:  # which every rank raises
-        if not is_rank_zero(group):
-            return
-        causes = [cause for cause, _ in err.failures.values()] if isinstance(err, CheckpointException) else [err]
-        has_failed = not all(isinstance(cause, StoppedError) for cause in causes) and (is_read or is_there())
-        if has_failed:
-            increments.note_merged(increment, None)
-        with suppress(OSError):
-            _discard_merged(target)
-        if has_failed:
-            warn_on_rank_zero(
-                f"could not merge the increments of {place}, so the next checkpoint is whole: {_in_words(err)}"
-            )
-
-
-def _discard_merged(target: Place) -> None:
-    """Remove what rows were merged to, or a part of it; not a folder that somebody else has written."""
-    if isinstance(target, LocalPlace):
-        try:
-            check_replaceable(target.path)
-        except FileExistsError:
-            return
-    target.discard()
-
-
-_SOURCE = "from"  # in an unfinished merge: the checkpoint whose rows are merged
 
 
 def _writer_of(place: Place, save_name: str) -> tuple[HashingFiles, "_Writer"]:

@@ -25,7 +25,7 @@ from ..storage import ObjectStore, is_address, without_protocol
 from ..text import without_secrets
 from .checksums import CheckpointFiles, Checksums, read_checksums
 from .not_checkpoints import BASE_FOLDER, CHECKSUMS_NAME, OF_A_DISK, SAVE_NAME, DamagedError, check_replaceable
-from .places import MERGED_NAME, LocalPlace, Place
+from .places import LocalPlace, Place
 
 READ_ONLY = ("http://", "https://")
 
@@ -63,8 +63,8 @@ def or_warn(action: Callable[[], None]) -> None:
         warnings.warn(f"the checkpoint is whole, but old files may be left: {err}", stacklevel=2)
 
 
-# Increments are merged in one thread, and saved in another. Who reads the markers, to remove what none of them lists,
-# has to see all of them.
+# A save may go on in a thread while another checkpoint is removed. Who reads the markers, to remove what none of them
+# lists, has to see all of them.
 _one_change = threading.RLock()
 
 
@@ -103,11 +103,6 @@ class StorePlace:
     def beside(self, name: str) -> "StorePlace":
         """Return the place of another checkpoint in the same folder."""
         return StorePlace(f"{self.address.rpartition('/')[0]}/{name}", self._options)
-
-    @property
-    def merged(self) -> "StorePlace":
-        """The place of what increments are merged to."""
-        return self.beside(MERGED_NAME)
 
     def inside(self, name: str) -> "StorePlace":
         """Return the place of a checkpoint within this one."""

@@ -28,7 +28,6 @@ class Groups:
     lookahead: dist.ProcessGroup | None = None  # the input dist of coming batches
     consensus: Consensus | None = None  # messages between ranks at every step, on the host
     checkpoints: dist.ProcessGroup | None = None  # saving, on the host: apart, as it may run in a thread
-    merges: dist.ProcessGroup | None = None  # merging increments of checkpoints, in another thread than saves
     samples: dist.ProcessGroup | None = None  # balancing batches, on the host and in a thread; None unless asked for
     has_ended: bool = False  # whether only the tables' group is left, for modules that use it
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules whose tables use the tables' group
@@ -41,11 +40,10 @@ _failed: list[tuple[dist.ProcessGroup, Groups]] = []
 """Default group and groups of failed runs, alike on all ranks, as long as any rank has a module that uses them."""
 
 
-def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False, merges: bool = False) -> Groups:
+def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False, increments: bool = False) -> Groups:
     """Return the groups of this process, which its runs share; every rank calls this after a barrier.
 
-    With `balances` there is one for samples, with `merges` one for merging increments. Raises a ValueError on all ranks
-    if only some pass it.
+    With `balances` there is one for samples. Raises a ValueError on all ranks if only some pass it, or `increments`.
 
     After a run that failed on any rank, all ranks make new groups, and end the groups of that run. Between hosts gloo
     uses both directions of a link at once. Within a host its own all-to-all is faster: its threads make the system
@@ -57,7 +55,7 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
-    wanted = balances, merges
+    wanted = balances, increments
     found: list[tuple[int, tuple[bool, bool]]] = [(0, wanted)] * dist.get_world_size()
     dist.all_gather_object(found, (store.add(FAILED, 0), wanted))
     for place, option in enumerate(("balance=", "checkpoint_format='incremental'")):
@@ -89,7 +87,6 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
             checkpoints=make("gloo", "checkpoints"),
             tables=make(of_tables, "tables"),
             lookahead=make(of_tables, "lookahead"),
-            merges=make("gloo", "merges") if merges else None,
             samples=make(on_host, "samples") if balances else None,
             sockets=sockets,
         )
@@ -111,7 +108,7 @@ def _end_failed(world: dist.ProcessGroup, store: Store) -> None:
     for (_, groups), used in zip(_failed, is_used, strict=True):
         for group in [group for group in groups.sockets if not (used and group is groups.tables)]:
             _end(group, groups.sockets.pop(group), store)
-        groups.lookahead = groups.consensus = groups.checkpoints = groups.merges = groups.samples = None
+        groups.lookahead = groups.consensus = groups.checkpoints = groups.samples = None
         groups.has_ended = True
     _failed[:] = [failed for failed, used in zip(_failed, is_used, strict=True) if used]
 

@@ -74,28 +74,22 @@ class SavesShards(HasRun):
         before = self._joined
         super().join_groups()
         if self._joined is not before:
-            merges = None if self._groups is None else self._groups.merges
-            self._folder_saver = FolderSaver(self.checkpoint_group, merges)
+            self._folder_saver = FolderSaver(self.checkpoint_group)
 
-    def finish_save(self, error: BaseException | None = None, *, ends_fit: bool = False) -> None:
+    def finish_save(self, error: BaseException | None = None) -> None:
         """Wait for the save under way, if any, and raise its error, or note it in the error that is being handled."""
         self.settle_save()
         try:
-            self._folder_saver.wait(stops_merge=ends_fit or error is not None)
+            self._folder_saver.wait()
         except Exception as err:
             if error is None:
                 raise
             error.add_note(f"The checkpoint that was being written in the background has failed as well: {err}")
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._folder_saver.merge()
-
-    @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.finish_save(ends_fit=True)
+        self.finish_save()
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:
@@ -133,7 +127,7 @@ class SavesShards(HasRun):
                 raise mid_step.refusal(changed)
         self.settle_save()
         # Its thread uses `checkpoint_group`, as everything below does.
-        self._folder_saver.wait(stops_merge=self._saves_at_once)
+        self._folder_saver.wait()
         self._refuse_unequal_buffers()
         with self.saving():
             path = self.broadcast(filepath)
@@ -162,10 +156,7 @@ class SavesShards(HasRun):
                 )
             access = fit.sparse.table_access
             fit.increments = Increments(self._module, access, self.checkpoint_group, self.most_increments)
-            # After an error a save may still be under way, which links to the files that `end` removes.
-            undo.callback(self._folder_saver.at_rest, fit.increments.end)
             undo.callback(fit.increments.detach)
-            undo.callback(self._folder_saver.forget_merge)
 
     def check_checkpoint_paths(self, trainer: Trainer) -> None:
         """Raise a ValueError before training if a callback would save where its checkpoints cannot be."""

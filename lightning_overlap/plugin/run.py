@@ -349,9 +349,9 @@ class HasRun(Strategy):
     def join_groups(self) -> None:
         """Join the process groups of the coming run; all ranks call this at the same point."""
         balances, multi_node = self.balance is not None, self.world_size > self.num_processes
-        merges = self.checkpoint_format == INCREMENTAL
+        increments = self.checkpoint_format == INCREMENTAL
         free_abandoned()
-        self._joined = groups.join(self._group_timeout, multi_node=multi_node, balances=balances, merges=merges)
+        self._joined = groups.join(self._group_timeout, multi_node=multi_node, balances=balances, increments=increments)
 
     @property
     def _groups(self) -> groups.Groups | None:

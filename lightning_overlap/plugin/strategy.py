@@ -119,8 +119,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.
         most_increments: With `checkpoint_format="incremental"`: once the changed rows since the last whole tables were
-            written have more than this part of their bytes, both are merged, while training goes on, to whole tables on
-            which a later checkpoint stands. 0: after each save.
+            written have more than this part of their bytes, the next checkpoint is whole. 0: every second one.
         calm_libraries: Filter out log records and warnings of TorchRec and FBGEMM about their own calls.
         timeout: How long a rank waits for the others in a collective: a number of seconds or a `datetime.timedelta`, in
             LightningCLI also "h:mm:ss". None: torch's default, 30 minutes.

@@ -4,4 +4,4 @@ from .addresses import is_address, is_on_disk, store_at, without_protocol
 from .disk_store import DiskStore, whole_file
 from .object_store import ObjectStore
 from .redis_store import RedisStore
-from .store import Piece, StoppedError, Store, StoreError, check_store, close_store, joined
+from .store import Piece, Store, StoreError, check_store, close_store, joined

@@ -44,10 +44,6 @@ class StoreError(OSError):
     """A store cannot be reached, read or written."""
 
 
-class StoppedError(Exception):
-    """Writing is stopped: nobody would use its result, or somebody cannot wait for it. No error of the store."""
-
-
 def check_store(store: Store) -> None:
     """Raise an OSError if files cannot be written, as far as the store can tell."""
     getattr(store, "check", lambda: list(store.names()))()
@@ -86,7 +82,7 @@ class Words:
         """
         try:
             yield
-        except (StoreError, StoppedError):
+        except StoreError:
             raise
         except Exception as err:
             kept: tuple[type[Exception], ...] = (FileNotFoundError, PermissionError, *keeps)

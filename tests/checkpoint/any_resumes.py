@@ -211,7 +211,7 @@ def _run(drawn: Drawn, stop: Stop | None, path: str, resume: str | None) -> tupl
     watch = Watch(stop, path)
     model = Logs(drawn, watch)
     saved_as, *how = drawn.format.split(", ")
-    most = 0 if "merged" in how else 10
+    most = 0 if "renewed" in how else 10
     options = {"checkpoint_format": saved_as, "async_checkpoint": "asynchronous" in how, "most_increments": most}
     strategy = make_strategy(model, drawn.pipeline, **options)
     doubling: list[Callback] = []

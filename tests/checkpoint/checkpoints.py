@@ -117,9 +117,6 @@ class SavesEarly(Callback):
         if batch_idx in (1, 3):
             trainer.save_checkpoint(self.path)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        trainer.strategy._folder_saver.wait_merged()  # so that the next one stands on merged increments
-
 
 def parts_of(model: Model) -> dict[str, list[tuple[Any, Tensor]]]:
     found: dict[str, list[tuple[Any, Tensor]]] = {}

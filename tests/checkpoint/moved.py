@@ -20,7 +20,7 @@ from .stores import RUN
 
 CASE = ROWWISE_ADAGRAD
 DONE = ("rename", "remove", "replace", "back", "remove_a_file")
-WHEN = ("before", "linking", "in_thread", "committed", "merging")
+WHEN = ("before", "linking", "in_thread", "committed")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Draw:
     done: str
     when: str
     is_async: bool
-    most: float = 100.0
 
     @property
     def victim(self) -> str:
@@ -111,9 +110,8 @@ def fit(draw: Draw, folder: str) -> Found:
         "linking": lambda: beside_calls(incremental, "link_files", moves.do),
         "in_thread": lambda: beside_calls(sharded_folder, "_writer_of", moves.do),
         "committed": lambda: beside_calls(LocalPlace, "commit", moves.do, after=True),
-        "merging": lambda: beside_calls(sharded_folder, "opened", moves.do),
     }[draw.when]()
-    options = {"checkpoint_format": "incremental", "async_checkpoint": draw.is_async, "most_increments": draw.most}
+    options = {"checkpoint_format": "incremental", "async_checkpoint": draw.is_async, "most_increments": 100.0}
     trainer = make_trainer(make_strategy(model, **options), callbacks=[moves])
     with warnings.catch_warnings(record=True, action="always") as caught:
         try:

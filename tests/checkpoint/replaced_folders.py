@@ -27,7 +27,7 @@ class PutsFiles(Callback):
 
 
 def fit_among_files(folder: str) -> None:
-    """Fit, saving increments after each step; rows are to be merged after each, too."""
+    """Fit, saving increments after each step; each second one is whole."""
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     strategy = OverlapEmbeddingStrategy(
         sharding="table_wise", checkpoint_format="incremental", async_checkpoint=True, most_increments=0

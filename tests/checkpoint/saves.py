@@ -7,7 +7,6 @@ import pickle
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -21,14 +20,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import Increments, LocalPlace, atomic, full_file, read_folder, sharded_folder
-from lightning_overlap.checkpoint.merged_rows import MergedRows
+from lightning_overlap.checkpoint import LocalPlace, atomic, full_file, read_folder, sharded_folder
 
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_batch, make_plan
 from ..support.fits import make_strategy, make_trainer
 from .checkpoints import Evaluated, EvaluatedBatches, Trained, parts_of, save_to, train
-from .damages import flip
 
 
 class SaveAt(Callback):
@@ -215,76 +212,35 @@ def save_beside_training(folder: str) -> SavesBeside:
     return SavesBeside(found, max(sizes))
 
 
-class Merged(NamedTuple):
-    """What a checkpoint of a fit whose increments are merged is."""
+class Saved(NamedTuple):
+    """What an incremental checkpoint of a fit is."""
 
     saves_of_rows: set[str]  # the numbers of the saves that have files of rows; none in a whole checkpoint
     is_exact: bool  # whether it has the tables as they were when it was saved
 
 
-def merge_increments(
-    folder: str,
-    *,
-    asynchronous: bool,
-    after: int = 1,
-    damages: bool = False,
-    stops: bool = False,
-    goes_on: bool = False,
-    others: bool = False,
-) -> tuple[list[Merged], list[str]]:
-    """Save after each step, and merge the rows of so many saves before the next one; return warnings too.
-
-    Perhaps damage a base before; or let the third save come at once while rank 1 merges; or let rank 1 merge the second
-    save's rows until the fourth is complete and the second removed. Perhaps save the weights alone, too.
-    """
-    found: list[Merged] = []
-    merges_shard, due, released = MergedRows.resolve_data, Increments.due, threading.Event()
-
-    def merge_until_told(self: MergedRows, write_item: Any) -> Any:
-        if len(found) < 3:
-            (released if goes_on else self._stop).wait(60.0)
-        return merges_shard(self, write_item)
-
-    def due_if_it_has_saves(self: Increments, place: Any) -> Any:
-        rows = {} if self._newest is None else self._newest.rows
-        return due(self, place) if len({name.split("_")[1] for name in rows}) >= after else None
+def save_each_step(folder: str, *, asynchronous: bool, most: float, others: bool = False) -> list[Saved]:
+    """Save an incremental checkpoint after each step; perhaps save the weights alone, too."""
+    found: list[Saved] = []
 
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            path, step = Path(folder) / f"{trainer.global_step}.ckpt", trainer.global_step
-            if not ((stops and step == 3) or (goes_on and step in (3, 4))):
-                if step == 5:
-                    released.set()
-                trainer.strategy._folder_saver.wait_merged()
-            with trainer.strategy.saving_at_once() if stops and step == 3 else nullcontext():
-                trainer.save_checkpoint(path)
+            path = Path(folder) / f"{trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
             if others:
                 trainer.save_checkpoint(beside := path.with_name("weights.ckpt"), weights_only=True)
                 trainer.strategy.remove_checkpoint(beside)
             tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
             weights = read_folder(path, weights_only=True)["state_dict"]
             is_exact = all(torch.equal(weights[f"ebc.embedding_bags.{name}.weight"], tables[name]) for name in tables)
-            saves_of_rows = {file.name.split("_")[1] for file in path.glob("rows_*")}
-            found.append(Merged(saves_of_rows, is_exact))
+            found.append(Saved({file.name.split("_")[1] for file in path.glob("rows_*")}, is_exact))
             dist.barrier()
-            if damages and step == 2 and dist.get_rank() == 0:
-                flip(max((path / "base").glob("*.distcp"), key=lambda one: one.stat().st_size), -1)
-            dist.barrier()
-            if goes_on and step == 3:
-                trainer.strategy.remove_checkpoint(path.with_name("2.ckpt"))
 
     model = Model(ROWWISE_ADAGRAD)
-    options = {"checkpoint_format": "incremental", "async_checkpoint": asynchronous, "most_increments": 0}
-    has_saves = mock.patch.object(Increments, "due", due_if_it_has_saves)
-    held = mock.patch.object(MergedRows, "resolve_data", merge_until_told)
-    with (
-        warnings.catch_warnings(record=True, action="always") as caught,
-        has_saves,
-        held if (stops or goes_on) and dist.get_rank() == 1 else nullcontext(),
-    ):
-        trainer = make_trainer(make_strategy(model, replicate_tables=False, **options), callbacks=[Saves()])
-        trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 5))
-    return found, [str(one.message) for one in caught if "merge" in str(one.message)]
+    options = {"checkpoint_format": "incremental", "async_checkpoint": asynchronous, "most_increments": most}
+    trainer = make_trainer(make_strategy(model, replicate_tables=False, **options), callbacks=[Saves()])
+    trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 5))
+    return found
 
 
 def write_after_a_save(folder: str) -> tuple[str, list[str]]:

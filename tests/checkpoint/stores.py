@@ -3,8 +3,6 @@
 import os
 import posixpath
 import shutil
-import threading
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import FolderSaver, Increments, StorePlace, place_at, read_folder
+from lightning_overlap.checkpoint import StorePlace, place_at, read_folder
 from lightning_overlap.checkpoint.checksums import read_checksums
 from lightning_overlap.checkpoint.incremental import is_incremental
-from lightning_overlap.checkpoint.merged_rows import MergedRows
 from lightning_overlap.checkpoint.not_checkpoints import CHECKSUMS_NAME
 
 from ..support.cases import TABLE_WISE, Batches
@@ -66,11 +63,8 @@ def names_in(address: str) -> list[str]:
     return sorted(StorePlace(f"{address}/_").names_beside("", ".ckpt"))
 
 
-def unlisted(address: str = RUN, *, of_saves: bool = False) -> list[str]:
-    """Files in a folder of a store that no whole checkpoint has; perhaps only those of saves of which none has any.
-
-    An increment lists rows of earlier ones, and their saves stay as a whole.
-    """
+def unlisted(address: str = RUN) -> list[str]:
+    """Files in a folder of a store that no whole checkpoint has."""
     above, has = Objects._strip_protocol(address), set()
     for name in names_in(address):
         place, at = place_at(f"{address}/{name}"), f"{above}/{name}"
@@ -83,9 +77,7 @@ def unlisted(address: str = RUN, *, of_saves: bool = False) -> list[str]:
             files = {} if of_part is None else of_part.files
             has |= {posixpath.normpath(f"{folder}/{one.where}/{file}") for file, one in files.items()}
             has.add(f"{folder}/{CHECKSUMS_NAME}")
-    needed = {posixpath.dirname(file) for file in has if of_saves}
-    keys = {key for key in Objects()._keys() if key.startswith(f"{above}/")}
-    return sorted(key for key in keys - has if posixpath.dirname(key) not in needed)
+    return sorted({key for key in Objects()._keys() if key.startswith(f"{above}/")} - has)
 
 
 def fit_and_crash(
@@ -127,57 +119,7 @@ def fit_and_crash(
                     began[kind] = fit(how, resumed, resume=True) == (steps[last], resumed)
     assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
     with store_in(store):
-        # When increments are merged depends on the threads, and so does what the last checkpoint stands on.
-        return list(left.values()), names_in(RUN), began, unlisted(of_saves=how.startswith("merged"))
-
-
-def stop_a_merge(store: str) -> tuple[bool, list[str]]:
-    """End a fit while increments are merged; return whether they were, and warnings about it."""
-    merges_shard, merge, has_begun = MergedRows.resolve_data, FolderSaver.merge, threading.Event()
-
-    def merge_once_stopped(self: MergedRows, write_item: Any) -> Any:
-        has_begun.set()
-        assert self._stop.wait(60.0)
-        return merges_shard(self, write_item)
-
-    def begin(self: FolderSaver) -> None:
-        merge(self)
-        if self._merging:
-            has_begun.wait(2.0)  # one without changed rows does not begin
-
-    with (
-        store_in(store),
-        mock.patch.object(MergedRows, "resolve_data", merge_once_stopped),
-        mock.patch.object(FolderSaver, "merge", begin),
-        warnings.catch_warnings(record=True, action="always") as caught,
-    ):
-        fit("merged", NUM_STEPS + 1)
-        assert not unlisted(of_saves=True)
-    return has_begun.is_set(), [str(one.message) for one in caught if "merge" in str(one.message)]
-
-
-def merge_late(folder: Path, address: str) -> tuple[int, list[str], list[str]]:
-    """Begin each merge only as its checkpoint is replaced or removed; return their number, warnings, what is left."""
-    due, num_late = Increments.due, 0
-
-    def due_late(self: Increments, place: Any) -> Any:
-        nonlocal num_late
-        found, until = due(self, place), time.monotonic() + 1.0  # the last one of a fit stays
-        while found is not None and found.is_there() and time.monotonic() < until:
-            time.sleep(0.001)
-        num_late += found is not None and not found.is_there()
-        return found
-
-    with (
-        store_in(folder / "store"),
-        mock.patch.object(Increments, "due", due_late),
-        warnings.catch_warnings(record=True, action="always") as caught,
-    ):
-        fit("merged", NUM_STEPS + 2, address=address)
-        sums: dict[int, set[float]] = {}
-        names = names_in(address) if address == RUN else sorted(os.listdir(address))
-        assert {step_of(f"{address}/{name}", sums) for name in names} == {NUM_STEPS + 2}
-    return num_late, [str(one.message) for one in caught if "merge" in str(one.message)], names
+        return list(left.values()), names_in(RUN), began, unlisted()
 
 
 def fit_and_resume(folder: str, how: str) -> Any:

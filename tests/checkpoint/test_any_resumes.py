@@ -15,8 +15,8 @@ from . import any_resumes
 from .any_resumes import LOADERS, PLACES, SCHEDULERS, Drawn, Stop
 
 EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
-FORMATS = ["full", "sharded", "incremental", "incremental, asynchronous", "incremental, merged"]
-FORMATS += ["incremental, merged, asynchronous"]
+FORMATS = ["full", "sharded", "incremental", "incremental, asynchronous", "incremental, renewed"]
+FORMATS += ["incremental, renewed, asynchronous"]
 stops = st.builds(Stop, st.sampled_from(PLACES), st.integers(1, 7), st.booleans())
 
 

@@ -43,29 +43,21 @@ def test_a_loader_state_that_one_rank_cannot_send(two_ranks: Ranks, tmp_path: Pa
         assert said == "TypeError: cannot pickle '_thread.lock' object"
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["", "weights, too"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    ("options", "rows"),
-    [
-        ({"asynchronous": True, "after": 2}, [set(), {"1"}, {"1", "2"}, {"3"}, {"3", "4"}]),
-        ({"asynchronous": False}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
-        ({"asynchronous": True, "others": True}, [set(), {"1"}, {"2"}, {"3"}, {"4"}]),
-        ({"asynchronous": True, "damages": True}, [set(), {"1"}, set(), {"2"}, {"3"}]),
-        ({"asynchronous": True, "stops": True}, [set(), {"1"}, {"1", "2"}, {"3"}, {"4"}]),
-        ({"asynchronous": True, "goes_on": True}, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"2", "3", "4"}]),
-        ({"asynchronous": False, "goes_on": True}, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"2", "3", "4"}]),
-    ],
-    ids=["async", "sync", "weights, too", "damaged", "stopped", "async, goes on", "sync, goes on"],
+    ("most", "rows"),
+    [(0, [set(), {"1"}, set(), {"2"}, set()]), (10, [set(), {"1"}, {"1", "2"}, {"1", "2", "3"}, {"1", "2", "3", "4"}])],
+    ids=["whole again", "increments"],
 )
-def test_increments_are_merged(two_ranks: Ranks, options: dict[str, Any], rows: list[set[str]], tmp_path: Path) -> None:
-    """A later one has the rows since. If the base is damaged, it is whole. A preempted job's save stops a merge."""
-    merge = partial(saves.merge_increments, **options)
-    (first, said), (second, said_by_other) = two_ranks.run(merge, str(tmp_path))
+def test_a_checkpoint_is_whole_once_rows_are_many(
+    two_ranks: Ranks, most: float, rows: list[set[str]], asynchronous: bool, others: bool, tmp_path: Path
+) -> None:
+    save = partial(saves.save_each_step, asynchronous=asynchronous, most=most, others=others)
+    first, second = two_ranks.run(save, str(tmp_path))
     assert [one.saves_of_rows for one in first] == rows
     assert all(one.is_exact for one in [*first, *second])
-    kept = [step for step in range(1, 6) if step != 2 or "goes_on" not in options]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.ckpt" for step in kept]
-    assert len(said) == ("damages" in options)
-    assert not said_by_other
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.ckpt" for step in range(1, 6)]
 
 
 @pytest.fixture(params=FORMATS)
@@ -103,7 +95,7 @@ def assert_goes_on(expected: list[Trained], resumed: list[Trained]) -> None:
 def test_resume_equals_not_stopping(
     ranks: Ranks, case: Case, model_class: type[Model], checkpoint_format: str, tmp_path: Path
 ) -> None:
-    most = 0 if case is MIXED else 10  # 0: what is resumed from stands on merged increments
+    most = 0 if case is MIXED else 10  # 0: whole again after each increment
     options: dict[str, Any] = {"checkpoint_format": checkpoint_format, "most_increments": most}
     goes_on(ranks, case, tmp_path, model_class=model_class, **options)
     assert (tmp_path / "a" / "epoch=0.ckpt").is_dir() == (checkpoint_format != "full")
@@ -153,7 +145,7 @@ PLANS = ("1 0", "cw cw", "rw rw")
     ids=lambda value: getattr(value, "name", value),
 )
 def test_another_plan(two_ranks: Ranks, first: str, checkpoint_format: str, case: Case, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"checkpoint_format": checkpoint_format, "most_increments": 0}  # 0: they are merged
+    options: dict[str, Any] = {"checkpoint_format": checkpoint_format, "most_increments": 0}  # 0: whole again
     saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, **options)
     if checkpoint_format == "incremental":
         assert len({file.name.split("_")[1] for file in Path(saved[0].checkpoint).glob("rows_*")}) == 1

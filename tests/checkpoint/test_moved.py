@@ -12,9 +12,7 @@ from ..support.ranks import Ranks
 from . import moved
 from .moved import DONE, WHEN, Draw, Found
 
-DRAWS = [
-    Draw(done, when, bool(is_async), most) for done, when, is_async, most in pairwise(DONE, WHEN, (0, 1), (100, 0))
-]
+DRAWS = [Draw(done, when, bool(is_async)) for done, when, is_async in pairwise(DONE, WHEN, (0, 1))]
 
 
 def wrong(draw: Draw, found: Found, folder: Path) -> list[str]:

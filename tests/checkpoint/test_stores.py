@@ -17,9 +17,9 @@ from . import stores
 from .crashes import NUM_STEPS, check
 
 
-@pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged, async"])
+@pytest.mark.parametrize("how", ["sharded", "async", "incremental", "renewed, async"])
 def test_a_crash_at_any_change(get_ranks: Any, how: str, tmp_path: Path) -> None:
-    num_steps = NUM_STEPS + how.startswith("merged")
+    num_steps = NUM_STEPS + how.startswith("renewed")
     [(left, names, began, lost)] = get_ranks(1).run(stores.fit_and_crash, str(tmp_path), how, 3, num_steps)
     check(left)
     assert len(left) > 20
@@ -29,23 +29,7 @@ def test_a_crash_at_any_change(get_ranks: Any, how: str, tmp_path: Path) -> None
     assert not lost
 
 
-def test_a_merge_that_is_stopped_has_not_failed(get_ranks: Any, tmp_path: Path) -> None:
-    [(has_begun, said)] = get_ranks(1).run(stores.stop_a_merge, str(tmp_path / "store"))
-    assert has_begun
-    assert not said
-
-
-@pytest.mark.parametrize("in_store", [False, True])
-def test_a_merge_whose_checkpoint_goes_has_not_failed(get_ranks: Any, in_store: bool, tmp_path: Path) -> None:
-    """It begins as the checkpoint is replaced or removed; a later one is merged."""
-    address = stores.RUN if in_store else str(tmp_path / "run")
-    [(num_late, said, names)] = get_ranks(1).run(stores.merge_late, tmp_path, address)
-    assert num_late > 0
-    assert not said
-    assert names == ["last.ckpt", f"step={NUM_STEPS + 2}.ckpt"]
-
-
-@pytest.mark.parametrize("how", ["sharded", "async", "incremental", "merged"])
+@pytest.mark.parametrize("how", ["sharded", "async", "incremental", "renewed"])
 def test_a_fit_resumes_from_a_store(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
     for whole, resumed in two_ranks.run(stores.fit_and_resume, str(tmp_path), how):
         assert torch.equal(whole.losses[-len(resumed.losses) :], resumed.losses)

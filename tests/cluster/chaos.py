@@ -66,7 +66,7 @@ class Trial:
     format: str
     asynchronous: bool
     every: int  # steps between checkpoints
-    most_increments: int  # 0: increments are merged, also while a fault happens
+    most_increments: int  # 0: whole again after each increment
 
 
 def of_seed(seed: int) -> Trial:

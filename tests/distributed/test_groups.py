@@ -34,14 +34,14 @@ def test_runs_of_one_timeout_share_their_groups(two_ranks: Ranks) -> None:
     assert two_ranks.run(joined_by_turns) == [(True, True, True)] * 2
 
 
-def join_with_merges_on_one_rank() -> str:
+def join_with_increments_on_one_rank() -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        groups.join(timedelta(seconds=31), merges=dist.get_rank() == 1)
+        groups.join(timedelta(seconds=31), increments=dist.get_rank() == 1)
     return str(caught.value)
 
 
 def test_increments_on_some_ranks_only_are_an_error_on_all(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(join_with_merges_on_one_rank):
+    for said in two_ranks.run(join_with_increments_on_one_rank):
         assert said.startswith("rank 1 has the option checkpoint_format='incremental' and rank 0 has not")
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_overlap.balance import balancer
 from lightning_overlap.balance.samples import JaggedField
-from lightning_overlap.checkpoint import Increments, atomic, checksums, safe_metadata
+from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
+from lightning_overlap.checkpoint.incremental import Increment
 from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.deltas.restoring import shard_tables
 from lightning_overlap.dense.graph import Uses
@@ -536,19 +537,17 @@ def _any_name(patch: pytest.MonkeyPatch) -> None:
 
 @breaks(
     12,
-    "a checkpoint that stands on merged increments lacks the rows of saves during the merge",
-    "checkpoint/test_checkpoint.py::test_increments_are_merged[async, goes on]",
+    "an incremental checkpoint lacks the rows of saves before it",
+    "checkpoint/test_checkpoint.py::test_a_checkpoint_is_whole_once_rows_are_many[increments-sync-]",
 )
-def _without_the_rows_since(patch: pytest.MonkeyPatch) -> None:
-    use_merged = Increments._use_merged
+def _without_earlier_rows(patch: pytest.MonkeyPatch) -> None:
+    begin = Increment.__init__
 
-    def use_and_drop(self: Increments) -> None:
-        is_merged = self._merged is not None
-        use_merged(self)
-        if is_merged and self._newest is not None:
-            self._newest = self._newest._replace(rows={})
+    def begin_without(self: Increment, *args: Any) -> None:
+        begin(self, *args)
+        self.rows = {}
 
-    patch.setattr(Increments, "_use_merged", use_and_drop)
+    patch.setattr(Increment, "__init__", begin_without)
 
 
 # Law 13: a replica is the trainer at a step.

@@ -20,7 +20,7 @@ EXACT = tuple(name for name, mode in MODES.items() if not mode.staleness)
 PLACES = ("on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end")
 FORMATS = (
     *("full", "sharded", "sharded, asynchronous", "incremental", "incremental, asynchronous"),
-    "incremental, merged",
+    "incremental, renewed",
 )
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {

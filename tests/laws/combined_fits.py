@@ -258,7 +258,7 @@ def options_of(found: Combination, module: Net) -> dict[str, Any]:
     if found.stop is not None:
         form, *how = found.stop[2].split(", ")
         given |= {"checkpoint_format": form, "async_checkpoint": "asynchronous" in how}
-        given["most_increments"] = 0 if "merged" in how else 10
+        given["most_increments"] = 0 if "renewed" in how else 10
     of_mode = {
         name: named[name] for name in ("name", "staleness", "defer_update", "start_batch", "end_batch") if name in named
     }
