@@ -119,7 +119,7 @@ class SavesShards(HasRun):
             self._is_in_thread = False
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if self._fit is not None and "optimizer_states" in checkpoint and not self._interrupted:
+        if self.is_within_step and self._fit is not None and "optimizer_states" in checkpoint and not self._interrupted:
             has_looked_up = self._fit.sparse.forwards.are_called
             # One rank alone may write a buffer, and the others would save without it.
             by_rank = self.gather(self._fit.mid_step.changed(has_looked_up=has_looked_up))
