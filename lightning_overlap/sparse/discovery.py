@@ -104,9 +104,9 @@ class Discovery:
             )
 
     def _input_of(self, forward: ModuleForward, flight: SparseFlight) -> KeyedJaggedTensor | None:
-        padding = self._pipeline.padding
-        if flight.is_padding and padding is not None:
-            return padding.input_of(forward)
+        last_calls = self._pipeline.last_calls
+        if flight.is_padding and last_calls is not None:
+            return last_calls.input_of(forward)
         return input_in(flight.batch, forward.path)
 
     def inputs_read_in_step(self, batch: Any) -> list[KeyedJaggedTensor | None]:

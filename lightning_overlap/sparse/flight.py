@@ -13,6 +13,7 @@ from typing_extensions import override
 from ..runtime import Flight, ModulePart
 from ..schedules import Stage, StreamName, WeightOwner
 from .module_flight import ModuleFlight
+from .padding import repeat
 
 if TYPE_CHECKING:
     from .pipeline import SparsePipeline
@@ -88,18 +89,17 @@ class SparseFlight(Flight):
         pipeline.discovery.begin_step(self)
         pipeline.forwards.begin_step()
         pipeline.step.begin(self, send_next)
-        padding = None if self.is_padding else pipeline.padding
-        if padding is not None:
-            padding.begin_step()
-        pipeline.alike.begin_step(pipeline.step.number, self.index)
+        for watcher in pipeline.watchers.step_begins:
+            watcher.step_begins(pipeline.step.number, self)
         try:
             yield
         finally:
             pipeline.step.end()
-        if padding is not None:
-            padding.end_step()
+        for watcher in pipeline.watchers.step_ends:
+            watcher.step_ends(self)
         pipeline.forwards.end_calls()
-        pipeline.alike.end_phase(self)
+        for watcher in pipeline.watchers.phase_ends:
+            watcher.phase_ends(self)
         if pipeline.ready:
             pipeline.forwards.check_calls(self.modules)
         for module_flight in self.modules.values():
@@ -108,13 +108,13 @@ class SparseFlight(Flight):
 
     @override
     def take_part(self) -> None:
-        assert self.pipeline.padding is not None
-        self.pipeline.padding.repeat(self)
+        assert self.pipeline.last_calls is not None
+        repeat(self.pipeline.last_calls.calls, self.modules, self.pipeline.options)
 
     @override
     def end_phase(self) -> None:
-        # A RuntimeError if ranks call modules differently in it.
-        self.pipeline.alike.end_phase(self)
+        for watcher in self.pipeline.watchers.phase_ends:
+            watcher.phase_ends(self)
 
     @override
     def run_in_backward(self, stage: Stage, call: Callable[[], None]) -> bool:

@@ -108,7 +108,7 @@ class ModuleFlight:
     without_graph: bool = False  # whether a call under `no_grad` got them: a reentrant `checkpoint()` repeats it later
     received: Made | None = None  # the embeddings, once waited for, until the backward is over
     num_lookups: list[int] = field(default_factory=list)  # what the early lookup added to each kernel's iteration count
-    ids: KJTList | None = None  # the ids that were looked up, if `SparsePipeline.keep_ids` is set
+    ids: KJTList | None = None  # the ids that were looked up, if a watcher keeps them until the step is over
 
     def advance(self, to: Progress) -> None:
         """Enter the next state; raise a RuntimeError if that state cannot follow the present one."""
@@ -188,8 +188,8 @@ class ModuleFlight:
         if self.progress is not Progress.RECEIVED or not parts:
             return
         options = self.pipeline.options
-        if self.pipeline.keep_ids:
-            self.ids = self.dist_input
+        for watcher in self.pipeline.watchers.looks_up:
+            watcher.looks_up(self)
         if options.holds_rates and self.rates is None:
             self.rates = rates_of(self.module)
         if (set_rates := options.set_rates) is not None:
@@ -275,7 +275,7 @@ class ModuleFlight:
             with pipeline.streams.on_lookup(), own_graph() if pipeline.options.trains else NOTHING:
                 received = wait_for(self.embeddings)
             self.received = Made(received, pipeline.streams.lookup)
-            pipeline.answered(self.name, received, in_step=True, deferred=self.deferred)
+            pipeline.received(self.name, received, in_step=True, deferred=self.deferred)
         with pipeline.telemetry.merge(self.batch if is_first else None):
             pipeline.streams.give_to_caller(self.received)
         # Tensors made in inference mode train nothing.

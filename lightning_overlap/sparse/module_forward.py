@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ..tables import (
     why_never_early,
     without_backward,
 )
+from .batch_inputs import only_input
 from .embeddings import EarlyEmbeddings, LazyEmbeddings
 from .grad_modes import keeping_saved, outside_inference_mode
 from .input_sizes import check_types
@@ -87,8 +88,10 @@ class ModuleForward:
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the embeddings."""
-        watch_call = self._pipeline.watch_call
-        return self.answer(args, kwargs) if watch_call is None else watch_call(self, args, kwargs)
+        answer = self.answer(args, kwargs)
+        for watcher in self._pipeline.watchers.answered:
+            watcher.answered(self, answer)
+        return answer
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the embeddings.
@@ -107,9 +110,10 @@ class ModuleForward:
                 f"{self.name!r} was called with gradients while ExponentialMovingAverage.averaged() is active: a "
                 "backward would mix averages and trained weights. Look averages up under torch.no_grad()."
             )
-        self._pipeline.gradients.note_call(self.name)
         if self.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
             raise ValueError(no_samples(self._call_of(flight)))
+        for watcher in self._pipeline.watchers.called:
+            watcher.called(self, (args, kwargs), flight, in_backward=in_backward)
         look_up: Callable[[], Any] = partial(self._original, *args, **kwargs)
         sends_ids = True  # whether this call does
         if flight is None:
@@ -119,8 +123,6 @@ class ModuleForward:
                 return replayed
         else:
             self.calls.append((args, kwargs))
-            if self._pipeline.padding is not None and not flight.is_padding:
-                self._pipeline.padding.note(self, given)
         is_noted = in_backward  # whether the ranks have compared this call
         module_flight = flight.modules.get(self.name)
         if module_flight is not None and not module_flight.served and not self._has_other_weights(module_flight):
@@ -130,7 +132,8 @@ class ModuleForward:
             if self._all_ranks_take_early(module_flight, given, flight):
                 if module_flight.embeddings is not None:
                     if not is_noted and self.is_on_all_ranks:
-                        self._pipeline.alike.note_quiet(self.name, flight)
+                        for watcher in self._pipeline.watchers.called_quietly:
+                            watcher.called_quietly(self, flight)
                     return self._early(module_flight)
                 look_up, sends_ids = partial(self._look_up_sent_ids, module_flight, flight), False
         elif module_flight is None and self.name in flight.missing and not in_backward:
@@ -297,7 +300,7 @@ class ModuleForward:
         is_counted = torch.is_grad_enabled() and not in_step
 
         def hand_over(received: Any) -> Any:
-            self._pipeline.answered(self.name, received, in_step=in_step)
+            self._pipeline.received(self.name, received, in_step=in_step)
             with self._pipeline.telemetry.merge(batch):
                 streams.give_to_caller(Made(received, streams.lookup))
             if is_counted:
@@ -314,13 +317,16 @@ class ModuleForward:
     # What ranks compare.
 
     def _note_call(self, flight: SparseFlight) -> None:
-        """Compare a call in which the module's own forward will run with those of other ranks."""
+        """Tell watchers of a call in which the module's own forward will run, if all ranks have to make it."""
         if not self.is_on_all_ranks:
             return
+        watchers = self._pipeline.watchers
         if self._is_sent:
-            self._pipeline.alike.note(self.name, flight)
+            for watcher in watchers.collective_begins:
+                watcher.collective_begins(self, flight)
         elif torch.is_grad_enabled():  # data-parallel tables have collectives in the backward alone
-            self._pipeline.alike.note_quiet(self.name, flight)
+            for watcher in watchers.called_quietly:
+                watcher.called_quietly(self, flight)
 
     def _check_all_lack_input(self, flight: SparseFlight) -> None:
         """Raise a RuntimeError unless all ranks call the module, though some rank's batch has no input for it."""
@@ -464,12 +470,6 @@ class ModuleForward:
             del self.module.forward
         else:
             self.module.forward = self.former
-
-
-def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the single argument of a call, or None."""
-    values = [*args, *kwargs.values()]
-    return values[0] if len(values) == 1 else None
 
 
 def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> str:

@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..distributed import gather_if_unequal
 from ..runtime import Path
 from ..tables import refuse_other_batch_sizes, take_row_0_for_ids_outside
-from .module_forward import ModuleForward, only_input
+from .batch_inputs import only_input
+from .module_forward import ModuleForward
 from .reasons import CALLED_TWICE, NOT_AT_FIRST, NOT_FOR_ALL
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The sparse stages of a model's sharded modules, put together: what a walker and its flights use."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,20 +11,21 @@ from ..distributed import Mismatches
 from ..runtime import FetchedBatch, Flight, Streams, TableAccess, Telemetry
 from ..schedules import StreamName
 from ..tables import caching_tbes, forget_prefetched, kernel_parameters, spec_of, takes_weights, tbes
-from .alike_calls import AlikeCalls
 from .backward_fill import BackwardFill
 from .deferred_update import DeferredUpdate
 from .discovery import Discovery
 from .flight import SparseFlight
-from .gradient_watch import GradientWatch
 from .input_dist import InputExchange
-from .module_forward import ModuleForward
 from .module_forwards import ModuleForwards
 from .options import SparseOptions
 from .overwritten import OverwrittenLookups
-from .padding import PaddingCalls, without_batches
+from .padding import without_batches
 from .present_step import PresentStep
 from .unread_gradients import leave_out_unread_gradients
+from .watchers.alike_calls import AlikeCalls
+from .watchers.gradient_watch import GradientWatch
+from .watchers.last_calls import LastCalls
+from .watchers.watcher import Watchers
 
 
 class SparsePipeline:
@@ -40,7 +41,6 @@ class SparsePipeline:
     ) -> None:
         self.modules, self.group, self.options = modules, group, options
         self.streams, self.telemetry, self.table_access = streams, telemetry, TableAccess(streams)
-        self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
         # Batches whose gradients are sent and whose update is to come; a walker's `DeferredUpdates` makes the updates.
         self.to_update: dict[int, SparseFlight] = {}
         self.mismatches: Mismatches | None = None  # None on one rank
@@ -53,14 +53,16 @@ class SparsePipeline:
         self.exchange = None if group is None else InputExchange(group, streams)
         self.forwards = ModuleForwards(self)
         self.discovery = Discovery(self, self.forwards)
-        self.gradients = GradientWatch(modules, options)
-        compared = [one.name for one in self.forwards.values() if one.is_on_all_ranks]
-        self.padding = None if group is None or options.trains else PaddingCalls(options)
-        self.alike = AlikeCalls(self.mismatches, compared, options)
         self.backward_fill = BackwardFill(options, streams, num_ranks=1 if group is None else group.size())
         self._overwritten = OverwrittenLookups(self)
-        # Called in the place of `ModuleForward.answer`, with the same arguments after the forward, by a check of a run.
-        self.watch_call: Callable[[ModuleForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.watchers = Watchers()
+        self.gradients = GradientWatch(modules, options) if options.trains else None
+        self.last_calls = None if group is None or options.trains else LastCalls()
+        compared = [one.name for one in self.forwards.values() if one.is_on_all_ranks]
+        alike = None if self.mismatches is None else AlikeCalls(self.mismatches, compared, options)
+        for watcher in (self.gradients, options.guard, self.last_calls, alike):
+            if watcher is not None:
+                self.watchers.add(watcher)
         self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
         self._hooks: list[Any] = []  # on the modules' kernels while it is attached
 
@@ -93,17 +95,14 @@ class SparsePipeline:
             hook.remove()
         self._hooks = []
 
-    def answered(self, name: str, answer: Any, *, in_step: bool, deferred: DeferredUpdate | None = None) -> None:
-        """Register what has to see the gradients of a module's answer, which the caller is about to get.
+    def received(self, name: str, embeddings: Any, *, in_step: bool, deferred: DeferredUpdate | None = None) -> None:
+        """Order the coming backward of a module's embeddings with the lookup stream; tell watchers of them.
 
-        `deferred`: the update that comes later than the backward, of an early lookup whose graph has gaps.
+        `deferred`: the update that comes later than the backward, of an early lookup whose graph may have gaps.
         """
-        self.step.order_backward(answer, in_step=in_step)
-        self.gradients.watch(name, answer)
-        if deferred:
-            self.gradients.watch_gaps(name, answer, deferred)
-        if self.options.guard is not None:
-            self.options.guard.watch(answer)  # after `order_backward`, which holds the gradient that this one reads
+        self.step.order_backward(embeddings, in_step=in_step)
+        for watcher in self.watchers.received:  # `order_backward` holds the gradient that `LossGuard` reads
+            watcher.received(name, embeddings, deferred)
 
     def mends_weights(self, module: Any) -> bool:
         """Whether the backward of a module leaves out weights of ids that are not finite."""
@@ -120,6 +119,16 @@ class SparsePipeline:
             with self.streams.on_lookup():
                 for flight in waiting:
                     flight.modules[name].update()
+
+    def backward_begins(self) -> None:
+        """Tell watchers that the backward of a loss begins."""
+        for watcher in self.watchers.backward_begins:
+            watcher.backward_begins()
+
+    def backward_ends(self) -> None:
+        """Tell watchers that the backward of a loss has ended."""
+        for watcher in self.watchers.backward_ends:
+            watcher.backward_ends()
 
     # What a walker calls (`runtime.SparseStages`).
 

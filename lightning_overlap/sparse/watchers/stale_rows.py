@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ..runtime import Streams, Walker
-from ..schedules import Stage, StreamName, WeightOwner
-from ..tables import TABLE_TYPES, keys_in_backward, owners_of_parts, tables_in_backward
-from .flight import SparseFlight
-from .pipeline import SparsePipeline
+from ...runtime import Streams, Walker
+from ...schedules import Stage, StreamName, WeightOwner
+from ...tables import TABLE_TYPES, keys_in_backward, owners_of_parts, tables_in_backward
+from ..flight import SparseFlight
+from ..pipeline import SparsePipeline
+from .watcher import LookedUp, Watcher
 
 ROW_BITS = 40  # a row is counted as `table << ROW_BITS | row`, so that one pass counts all tables of a rank
 
@@ -45,14 +47,13 @@ class StaleCounts:
         return {table: (stale, read) for table, (stale, read) in counts if read}
 
 
-class StaleRows:
+class StaleRows(Watcher):
     """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait."""
 
     def __init__(
         self, sparse: SparsePipeline, walker: Callable[[], Walker | None], group: dist.ProcessGroup | None
     ) -> None:
-        self._sparse, self._walker, self._group = sparse, walker, group
-        self._streams = sparse.streams
+        self._watchers, self._streams, self._walker, self._group = sparse.watchers, sparse.streams, walker, group
         # Replicas and tables of the dense optimizer are looked up after their update: no batch ahead has ids of theirs.
         self._modules = {
             name: one
@@ -72,7 +73,13 @@ class StaleRows:
 
     def keep_ids(self, keep: bool) -> None:
         """Set whether coming lookups keep their ids; `count` needs the ids of the last `staleness + 1` lookups."""
-        self._sparse.keep_ids = keep
+        self._watchers.remove(self)
+        if keep:
+            self._watchers.add(self)
+
+    @override
+    def looks_up(self, flight: LookedUp) -> None:
+        flight.ids = flight.dist_input  # gone with the batch, also if the fit fails
 
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last, if it missed updates; all ranks call this together."""
