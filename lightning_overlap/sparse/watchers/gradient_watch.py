@@ -79,26 +79,6 @@ class GradientWatch(Watcher):
         for reached in self._unproven.values():
             reached.clear()
 
-    def _check_gaps(self) -> None:
-        for name, reached in [(name, reached) for name, reached in self._unproven.items() if reached]:
-            if not all(deferred.got_gradient for deferred in reached):
-                raise RuntimeError(
-                    f"the backward of {self._options.method} has computed the gradient of the embeddings of {name!r}, "
-                    f"and none has reached its tables ({some(sorted(self._fused[name]))}): they would not be trained. "
-                    "What uses the embeddings first keeps no graph (a trace or a transformation of functions). Read "
-                    "their tensors before it (values(), to_dict()), or train with pipeline='fused_sparse_dist'."
-                )
-            del self._unproven[name]
-        for name in self._unproven:
-            if self._num_watched[name] == NUM_BACKWARDS and name not in self._waiting:
-                tables = some(sorted(self._fused[name]))
-                self._warn(
-                    name,
-                    f"no gradient reaches tables of {name!r} ({tables}) any more since they are looked up early: their "
-                    "embeddings do not reach the loss, or what uses them first keeps no graph. Unless you detach "
-                    "them, read their tensors before it (values(), to_dict()).",
-                )
-
     def _warn(self, name: str, problem: str) -> None:
         known = name, "no gradient"
         if self._options.rank == 0 and known not in self._options.warned:
@@ -128,7 +108,24 @@ class GradientWatch(Watcher):
 
         Raises a RuntimeError if the gradient of a module's embeddings has not passed the gaps in their graph.
         """
-        self._check_gaps()
+        for name, reached in [(name, reached) for name, reached in self._unproven.items() if reached]:
+            if not all(deferred.got_gradient for deferred in reached):
+                raise RuntimeError(
+                    f"the backward of {self._options.method} has computed the gradient of the embeddings of {name!r}, "
+                    f"and none has reached its tables ({some(sorted(self._fused[name]))}): they would not be trained. "
+                    "What uses the embeddings first keeps no graph (a trace or a transformation of functions). Read "
+                    "their tensors before it (values(), to_dict()), or train with pipeline='fused_sparse_dist'."
+                )
+            del self._unproven[name]
+        for name in self._unproven:
+            if self._num_watched[name] == NUM_BACKWARDS and name not in self._waiting:
+                tables = some(sorted(self._fused[name]))
+                self._warn(
+                    name,
+                    f"no gradient reaches tables of {name!r} ({tables}) any more since they are looked up early: their "
+                    "embeddings do not reach the loss, or what uses them first keeps no graph. Unless you detach "
+                    "them, read their tensors before it (values(), to_dict()).",
+                )
         if self._num_left:
             self._num_left -= 1
             if not self._num_left:
