@@ -1,7 +1,5 @@
 """The input of one module as its all-to-alls would send it: `InputExchange` sends those of all modules together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,19 +1,12 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
-from ..compat.torchrec import (
-    IdsAwaitable,
-    set_lengths,
-    set_values,
-    tell_lookups,
-)
+from ..compat.torchrec import IdsAwaitable, set_lengths, set_values, tell_lookups
 from ..distributed import gather_if_unequal
 from ..runtime import Streams
 from .described_input import Described, PartSizes, is_device, is_faster_in_segments

@@ -1,7 +1,5 @@
 """The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
