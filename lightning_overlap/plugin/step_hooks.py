@@ -131,7 +131,7 @@ class WalksSteps(HasRun):
             self._losses.compare(closure_loss)
         self._after(Stage.DENSE_FORWARD)
         if fit is not None:
-            fit.sparse.gradients.begin_backward()
+            fit.sparse.backward_begins()
             if fit.walker is not None:
                 fit.walker.begin_backward(closure_loss, is_only=self._automatic)
         if self._losses is not None:
@@ -141,7 +141,7 @@ class WalksSteps(HasRun):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if (fit := self._fit) is not None:
-            fit.sparse.gradients.end_backward()
+            fit.sparse.backward_ends()
         if self._automatic:
             self._after(Stage.BACKWARD)
         elif (walker := self._walker) is not None:

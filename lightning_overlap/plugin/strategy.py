@@ -532,7 +532,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         fit, groups = self._fit, self._groups
         if not self.schedule.staleness or fit is None or groups is None:
             return None
-        rows = StaleRows(fit.sparse, lambda: fit.walker, groups.lookahead)
+        rows = StaleRows(fit.sparse.modules, fit.sparse.shared, lambda: fit.walker, groups.lookahead)
         return rows if rows.tables else None
 
     @override

@@ -5,8 +5,9 @@ A *part* of a module is one sharding of its tables: one entry of TorchRec's `_in
 
 from .batch_inputs import count_anew, keyed_jagged_tensors, note_lengths
 from .embeddings import EarlyEmbeddings
-from .loss_guard import LossGuard
 from .options import SparseOptions
 from .padding import without_batches
 from .pipeline import SparsePipeline
-from .stale_embeddings import StaleCounts, StaleRows
+from .watchers.loss_guard import LossGuard
+from .watchers.stale_rows import StaleCounts, StaleRows
+from .watchers.watcher import Arguments, CalledModule, Watcher

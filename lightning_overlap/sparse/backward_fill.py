@@ -1,9 +1,6 @@
 """Rows of the schedule that run inside a backward on a CPU, while autograd waits there for other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -13,9 +10,7 @@ from ..schedules import Stage, WeightOwner
 from ..tables import frozen_parts, frozen_sent_parts, owners_of_parts
 from .deferred_update import before_gradients
 from .options import SparseOptions
-
-if TYPE_CHECKING:
-    from .flight import SparseFlight
+from .sparse_batch import SparseBatch
 
 
 class BackwardFill:
@@ -33,7 +28,7 @@ class BackwardFill:
             handle.remove()
         self._hooks.clear()
 
-    def register(self, flight: SparseFlight, stage: Stage, call: Callable[[], None]) -> bool:
+    def register(self, flight: SparseBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Let the backward of a batch call a function, perhaps repeatedly, where it waits for ranks before it writes.
 
         `stage` is the first stage that it issues. Returns whether the backward will call it; else the caller has to.

@@ -1,6 +1,6 @@
 """The KeyedJaggedTensors of a batch: where they are, and how many ids each feature has."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -24,6 +24,12 @@ def input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
     except LookupError:
         return None
     return kjt if isinstance(kjt, KeyedJaggedTensor) else None
+
+
+def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the single argument of a call, or None."""
+    values = [*args, *kwargs.values()]
+    return values[0] if len(values) == 1 else None
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:

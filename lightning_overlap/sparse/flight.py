@@ -1,56 +1,59 @@
 """A batch in flight through the sparse stages of all sharded modules of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
-from ..runtime import Flight, ModulePart
+from ..runtime import ModulePart
 from ..schedules import Stage, StreamName, WeightOwner
-from .module_flight import ModuleFlight
-
-if TYPE_CHECKING:
-    from .pipeline import SparsePipeline
+from .backward_fill import BackwardFill
+from .discovery import Discovery
+from .input_dist import InputExchange
+from .module_forwards import ModuleForwards
+from .padding import repeat
+from .sent_updates import SentUpdates
+from .shared import Shared
+from .sparse_batch import SparseBatch
+from .watchers.last_calls import LastCalls
 
 
 @dataclass(slots=True, kw_only=True)
-class SparseFlight(Flight):
-    """A batch in flight; what is under way in each sharded module is a `ModuleFlight`."""
+class SparseFlight(SparseBatch):
+    """A batch in flight; its methods are the stages, in all sharded modules."""
 
-    pipeline: SparsePipeline
-    modules: dict[str, ModuleFlight] = field(default_factory=dict)  # by the module's name in the model
-    missing: frozenset[str] = frozenset()  # modules whose input only some ranks have; known once sizes are read
-    sizes: Any = None  # the exchange of sizes of all modules, while it is under way
-    counted: Any = None  # the count of its stale rows (`StaleCounts`), which may be under way
+    shared: Shared
+    discovery: Discovery
+    forwards: ModuleForwards
+    exchange: InputExchange | None  # None on one rank
+    backward_fill: BackwardFill
+    updates: SentUpdates
+    last_calls: LastCalls | None  # of an evaluation on several ranks
 
     @override
     def send_sizes(self) -> None:
         # Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
-        pipeline = self.pipeline
-        for module_flight in pipeline.discovery.inputs_of(self):
+        for module_flight in self.discovery.inputs_of(self):
             module_flight.describe_input()
             self.modules[module_flight.name] = module_flight
-        taking_part = pipeline.discovery.taking_part
-        if pipeline.exchange is not None and (taking_part or pipeline.options.trains):
-            pipeline.exchange.send_sizes(taking_part, self)
+        taking_part = self.discovery.taking_part
+        if self.exchange is not None and (taking_part or self.shared.options.trains):
+            self.exchange.send_sizes(taking_part, self)
 
     @override
     def send_ids(self) -> None:
-        pipeline = self.pipeline
-        if pipeline.exchange is None:
+        if self.exchange is None:
             for module_flight in self.modules.values():
                 module_flight.expect_own_ids()
         elif self.sizes is not None:
-            pipeline.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.index)
-            pipeline.exchange.send_ids(self)
-        if pipeline.discovery.releases:
+            self.shared.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.index)
+            self.exchange.send_ids(self)
+        if self.discovery.releases:
             # Modules that run in their own forward will read their ids in the step.
-            read_later = pipeline.discovery.inputs_read_in_step(self.batch)
+            read_later = self.discovery.inputs_read_in_step(self.batch)
             for module_flight in self.modules.values():
                 if all(module_flight.kjt is not kjt for kjt in read_later):
                     module_flight.release_ids()
@@ -84,52 +87,51 @@ class SparseFlight(Flight):
     @contextmanager
     @override
     def serve(self, send_next: Callable[[], None]) -> Iterator[None]:
-        pipeline = self.pipeline
-        pipeline.discovery.begin_step(self)
-        pipeline.forwards.begin_step()
-        pipeline.step.begin(self, send_next)
-        padding = None if self.is_padding else pipeline.padding
-        if padding is not None:
-            padding.begin_step()
-        pipeline.alike.begin_step(pipeline.step.number, self.index)
+        step, watchers = self.shared.step, self.shared.watchers
+        self.discovery.begin_step(self)
+        self.forwards.begin_step()
+        step.begin(self, send_next)
+        for watcher in watchers.step_begins:
+            watcher.step_begins(step.number, self)
         try:
             yield
         finally:
-            pipeline.step.end()
-        if padding is not None:
-            padding.end_step()
-        pipeline.forwards.end_calls()
-        pipeline.alike.end_phase(self)
-        if pipeline.ready:
-            pipeline.forwards.check_calls(self.modules)
+            step.end()
+        for watcher in watchers.step_ends:
+            watcher.step_ends(self)
+        self.forwards.end_calls()
+        for watcher in watchers.phase_ends:
+            watcher.phase_ends(self)
+        if self.discovery.ready:
+            self.forwards.check_calls(self.modules)
         for module_flight in self.modules.values():
             if not module_flight.served:
                 module_flight.drop()
 
     @override
     def take_part(self) -> None:
-        assert self.pipeline.padding is not None
-        self.pipeline.padding.repeat(self)
+        assert self.last_calls is not None
+        repeat(self.last_calls.calls, self.modules, self.shared.options)
 
     @override
     def end_phase(self) -> None:
-        # A RuntimeError if ranks call modules differently in it.
-        self.pipeline.alike.end_phase(self)
+        for watcher in self.shared.watchers.phase_ends:
+            watcher.phase_ends(self)
 
     @override
     def run_in_backward(self, stage: Stage, call: Callable[[], None]) -> bool:
-        return self.pipeline.backward_fill.register(self, stage, call)
+        return self.backward_fill.register(self, stage, call)
 
     @override
     def end_backward(self) -> None:
         for module_flight in self.modules.values():
             module_flight.end_backward(defers_update=self.defers_update)
-        self.pipeline.step.end_backward(self)
+        self.shared.step.end_backward(self)
 
     @override
     def send_gradients(self) -> None:
-        streams = self.pipeline.streams
-        self.pipeline.to_update[self.index] = self
+        streams = self.shared.streams
+        self.updates[self.index] = self
         for module_flight in self.modules.values():
             # `DeferredUpdates` has ordered the two streams.
             streams.use_ordered(module_flight.deferred.send(), StreamName.COMPUTE, on=streams.lookup)
@@ -140,13 +142,13 @@ class SparseFlight(Flight):
 
     @override
     def update(self, after_part: Callable[[str, int], None] | None = None) -> None:
-        self.pipeline.to_update.pop(self.index, None)
+        self.updates.pop(self.index, None)
         for name, module_flight in self.modules.items():
             module_flight.update(None if after_part is None else partial(after_part, name))
 
     @override
     def forget_update(self) -> None:
-        self.pipeline.to_update.pop(self.index, None)
+        self.updates.pop(self.index, None)
         self.count_lookups(-1)
 
     @override
@@ -156,7 +158,7 @@ class SparseFlight(Flight):
 
     @override
     def abandon(self) -> list[Any]:
-        self.pipeline.backward_fill.forget()
+        self.backward_fill.forget()
         # Not the flight itself, nor `sizes`, which lead to the model and its trainer.
         exchange = None if self.sizes is None else self.sizes.exchange
         return [self.batch, exchange, *[held for one in self.modules.values() for held in one.abandon()]]
@@ -165,7 +167,7 @@ class SparseFlight(Flight):
     def drain(self) -> None:
         if self.sizes is not None or any(one.splits_awaitable is not None for one in self.modules.values()):
             # The sizes were made on the input dist's stream, and the ids are sent from this one.
-            self.pipeline.streams.order(StreamName.DATA_DIST, then=StreamName.COMPUTE)
+            self.shared.streams.order(StreamName.DATA_DIST, then=StreamName.COMPUTE)
             self.send_ids()
         self.receive_ids()
 

@@ -1,139 +1,18 @@
 """The input dist of all sharded modules: one exchange of sizes, then lengths, ids and weights in one all-to-all."""
 
-from __future__ import annotations
+from typing import Any
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torchrec.distributed.dist_data import KJTAllToAll
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
-from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
-from ..compat.torchrec import (
-    IdsAwaitable,
-    all_to_all_of,
-    features_order,
-    set_lengths,
-    set_values,
-    splits_of,
-    stagger_of,
-    stay_here,
-    tell_lookups,
-)
+from ..compat.torchrec import IdsAwaitable, set_lengths, set_values, tell_lookups
 from ..distributed import gather_if_unequal
 from ..runtime import Streams
-from ..tables import input_dists_of, num_ids
-from .input_sizes import Counts, Described, Form, InputSizes, PartSizes, form_of, is_counted_on_device, is_device
-from .other_forwards import other_forwards
+from .described_input import Described, PartSizes, is_device, is_faster_in_segments
+from .input_sizes import Form, InputSizes, form_of
 from .packed_alltoall import Entry, PackedExchange
-
-if TYPE_CHECKING:
-    from .flight import SparseFlight
-
-FEW_SEGMENTS, MANY_IDS = 16, 512
-"""A segment costs 1.6 us (one thread), so many segments with few ids each are left to TorchRec's kernel."""
-
-
-@contextmanager
-def splits_only(
-    module: Any, kjt: KeyedJaggedTensor, group: dist.ProcessGroup | None, *, narrow: bool = False
-) -> Iterator[Callable[[Any, KeyedJaggedTensor], Awaitable[Any]]]:
-    """Yield a module's `input_dist`, which here describes its all-to-alls of sizes, for `InputExchange` to start.
-
-    `narrow`: ids and lengths are sent as 32-bit integers.
-    """
-    dists = input_dists_of(module)
-    all_to_alls = [one for each in dists if (one := all_to_all_of(each)) is not None]
-    if group is None:
-        with other_forwards([(one, partial(stay_here, one)) for one in all_to_alls]):
-            yield module.input_dist
-        return
-    order = _order_when_packed(module, dists, kjt)
-    with other_forwards([(one, partial(_describe, one, group, narrow, order)) for one in all_to_alls]):
-        yield module.input_dist if order is None else module.input_dist.unordered
-
-
-def _is_faster(num_segments: int, num_ids: int) -> bool:
-    """Whether ids are put in order sooner as segments of a packed tensor than by TorchRec's kernel."""
-    return num_segments <= FEW_SEGMENTS or num_ids >= MANY_IDS * num_segments
-
-
-def _order_when_packed(module: Any, dists: list[Any], kjt: KeyedJaggedTensor) -> tuple[int, ...] | None:
-    """Return the order of a module's features by rank, if ids can be put in it as they are packed, without a copy."""
-    if not isinstance(module, ShardedEmbeddingBagCollection):
-        return None
-    order = features_order(module)
-    is_ordered = (
-        order is not None
-        and [type(one) for one in dists] == [TwSparseFeaturesDist]  # other kinds read the ids themselves
-        and len(kjt.keys()) == len(order)  # else TorchRec would cut the input
-        and _is_faster(len(order), kjt.values().numel())
-        and not is_device(kjt.device())
-        and not kjt.variable_stride_per_key()
-        and kjt.weights_or_none() is None
-        and sum(num_ids(kjt)) == kjt.values().numel()  # else ids at its end are unused
-    )
-    return tuple(order) if order is not None and is_ordered else None
-
-
-def _describe(
-    all_to_all: KJTAllToAll,
-    group: dist.ProcessGroup,
-    narrow: bool,
-    order: tuple[int, ...] | None,
-    kjt: KeyedJaggedTensor,
-) -> Described:
-    """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
-    splits = splits_of(all_to_all)
-    first, keys, varies = sum(splits[: group.rank()]), kjt.keys(), kjt.variable_stride_per_key()
-    batch_size = 0 if varies else kjt.stride()
-    counts = None
-    with torch.no_grad():
-        if is_counted_on_device(kjt):
-            of_lengths = [batch_size * num for num in splits]
-            input_splits = [of_lengths if label == "lengths" else [0] * len(splits) for label in kjt.dist_labels()]
-        elif varies:
-            input_splits = kjt.dist_splits(splits)
-        else:
-            if order is not None:
-                keys = [keys[feature] for feature in order]
-            counts = Counts(kjt, order)
-            # Not by `dist_splits`, whose time grows with the square of the number of ranks.
-            ids_by_rank = counts.by_rank(splits)
-            of_lengths = [batch_size * num for num in splits]
-            input_splits = [of_lengths if label == "lengths" else ids_by_rank for label in kjt.dist_labels()]
-        batch_sizes = [] if varies else [[batch_size] * group.size()]
-        return Described(
-            pg=group,
-            input=kjt,
-            splits=splits,
-            splits_tensors=[*input_splits, *batch_sizes],
-            input_splits=input_splits,
-            input_tensors=_narrowed(kjt) if narrow else kjt.dist_tensors(),
-            labels=kjt.dist_labels(),
-            keys=keys[first : first + splits[group.rank()]],
-            device=kjt.device(),
-            stagger=stagger_of(all_to_all),
-            order=order,
-            counts=counts,
-        )
-
-
-def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
-    limits = torch.iinfo(torch.int32)  # an id outside is no row of its table, nor is its clamped value
-    tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
-    for label in ("lengths", "values"):
-        if tensors[label].dtype is torch.int64:
-            tensors[label] = tensors[label].clamp(limits.min, limits.max).int()
-    return list(tensors.values())
+from .sparse_batch import SparseBatch
 
 
 class InputExchange:
@@ -144,7 +23,7 @@ class InputExchange:
         self._forms: dict[str, Form] = {}  # agreed on at the first batch in which any rank has an input for the module
         self.waiting: list[InputSizes] = []  # of batches whose ids are to be sent, the oldest first; alike on all ranks
 
-    def send_sizes(self, taking_part: list[str], flight: SparseFlight) -> None:
+    def send_sizes(self, taking_part: list[str], flight: SparseBatch) -> None:
         """Start the exchange of sizes of modules, the same on all ranks, whether or not this batch has their inputs.
 
         With it the ranks compare their None batches, even if no module takes part. The sizes travel with the ids of an
@@ -164,7 +43,7 @@ class InputExchange:
             flight.sizes.send()
         self.waiting.append(flight.sizes)
 
-    def send_ids(self, flight: SparseFlight) -> None:
+    def send_ids(self, flight: SparseBatch) -> None:
         """Read a batch's sizes; start one all-to-all for all. Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8."""
         sizes, flight.sizes = flight.sizes, None
         if sizes in self.waiting:
@@ -238,7 +117,7 @@ class _Received(IdsAwaitable):
 def _by_feature(sizes: PartSizes) -> tuple[list[list[int]], list[tuple[int, ...]]] | None:
     """Return, by rank, the numbers of lengths and of ids of each feature; None if not known, or slower."""
     by_feature, num_ranks = sizes.by_feature, len(sizes.by_tensor[-1])
-    if not by_feature or not _is_faster(len(by_feature) * num_ranks, sum(sizes.by_tensor[1])):
+    if not by_feature or not is_faster_in_segments(len(by_feature) * num_ranks, sum(sizes.by_tensor[1])):
         return None
     of_ids = [*zip(*by_feature, strict=True)]
     if [*map(sum, of_ids)] != sizes.by_tensor[1]:  # somebody has written the lengths since

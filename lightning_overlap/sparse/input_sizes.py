@@ -1,12 +1,9 @@
 """The exchange of sizes before ids are sent: how many elements of each tensor, and how many ids of each feature."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -15,84 +12,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import check_none_batches, gather_if_unequal
 from ..runtime import Streams
-from .packed_alltoall import Entry, PackedExchange, Places
-
-if TYPE_CHECKING:
-    from .flight import SparseFlight
-    from .module_flight import ModuleFlight
-
-
-class Counts:
-    """The number of ids of each feature that a part sends, as the host knows them.
-
-    Arrays, not lists: with row-wise tables each rank is sent as many features as there are tables.
-    """
-
-    def __init__(self, kjt: KeyedJaggedTensor, order: tuple[int, ...] | None) -> None:
-        known, num_features = kjt.length_per_key_or_none(), len(kjt.keys())
-        if known is not None and len(known) == num_features:
-            self.of_input: NDArray[np.int64] = np.array(known, np.int64)
-        else:  # `length_per_key` would make a list of it
-            self.of_input = kjt.lengths().view(num_features, kjt.stride()).sum(1, dtype=torch.int64).numpy()
-        self._in_order = self.of_input if order is None else self.of_input[[*order]]
-
-    def by_rank(self, splits: Sequence[int]) -> list[int]:
-        """Return the number of ids for each rank; `splits` has the number of its features."""
-        ends = np.zeros(len(self._in_order) + 1, np.int64)
-        self._in_order.cumsum(out=ends[1:])
-        numbers: list[int] = np.diff(ends[[0, *accumulate(splits)]]).tolist()
-        return numbers
-
-    def columns(self, splits: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of ids by feature of a rank, and by rank, int64; 0 where a rank has fewer features."""
-        padded = np.zeros((len(splits), max(splits)), np.int64)
-        padded[np.arange(max(splits)) < np.array(splits)[:, None]] = self._in_order
-        return padded.T
-
-
-@dataclass(slots=True)
-class Described:
-    """What an all-to-all of the ids of one part would send. Source: `KJTSplitsAllToAllMeta`, TorchRec 1.8."""
-
-    pg: dist.ProcessGroup
-    input: KeyedJaggedTensor
-    splits: list[int]  # number of features that go to each rank
-    splits_tensors: list[list[int]]  # what the exchange of sizes sends to each rank: by tensor, and batch sizes
-    input_splits: list[list[int]]  # elements of each tensor that go to each rank
-    input_tensors: list[Tensor]  # lengths, ids, ...
-    labels: list[str]  # names of these tensors
-    keys: list[str]  # features of this rank
-    device: torch.device
-    stagger: int  # TorchRec's order of ranks
-    order: tuple[int, ...] | None  # in which the input's features are sent; None: in the input's own
-    counts: Counts | None  # of ids; None if only the device knows them, or if batch sizes vary by feature
-
-    @property
-    def pieces(self) -> list[list[int]]:
-        """Lengths, then ids of each of the input's features; empty without an order."""
-        if self.order is None or self.counts is None:
-            return []
-        return [[self.input.stride()] * len(self.order), self.counts.of_input.tolist()]
-
-    def entries(self, sizes: PartSizes, segments: Sequence[Any]) -> list[Entry]:
-        """Return lengths, ids and weights as entries of an all-to-all; `sizes` and `segments` are of what arrives."""
-        entries = []
-        places = None if self.order is None else _features_by_rank(self.order, tuple(self.splits))
-        for number, tensor in enumerate(self.input_tensors):
-            sent, received = self.input_splits[number], sizes.by_tensor[number]
-            pieces = self.pieces[number] if self.pieces else None
-            entries.append(Entry(tensor, sent, received, segments[number], pieces, places))
-        return entries
-
-
-@lru_cache(256)  # in each step the same
-def _features_by_rank(order: tuple[int, ...], splits: tuple[int, ...]) -> Places:
-    features = iter(order)
-    return tuple([tuple(islice(features, num)) for num in splits])
+from .described_input import Described, PartSizes, is_counted_on_device
+from .module_flight import ModuleFlight
+from .packed_alltoall import Entry, PackedExchange
+from .sparse_batch import SparseBatch
 
 
 class PartForm(NamedTuple):
@@ -123,16 +49,6 @@ def _metas_of(request: Any) -> list[Described]:
     return [one for one in request.awaitables if isinstance(one, Described)]
 
 
-def is_counted_on_device(kjt: KeyedJaggedTensor) -> bool:
-    """Whether only the device knows the number of ids of each feature: it has bucketized them (row-wise tables)."""
-    return is_device(kjt.device()) and kjt.length_per_key_or_none() is None and not kjt.variable_stride_per_key()
-
-
-def is_device(device: torch.device) -> bool:
-    """Whether a read of this device's memory makes the host wait."""
-    return device.type != "cpu"
-
-
 class _Counted(NamedTuple):
     """Sizes of one part that the device computes: ids per feature, and ids per destination."""
 
@@ -154,14 +70,6 @@ class _Counted(NamedTuple):
         """Write the number of ids for each rank into TorchRec's `input_splits`, from the columns sent."""
         for number in range(1, self.part.num_sizes - 1):
             self.meta.input_splits[number] = sent[self.column + number]
-
-
-class PartSizes(NamedTuple):
-    """What this rank receives of one part."""
-
-    by_tensor: list[list[int]]
-    """Elements of lengths, ids and weights from each rank; then batch sizes by rank, unless these vary by feature."""
-    by_feature: list[list[int]] | None  # ids of each feature of this rank, from each rank, if these were sent
 
 
 _MOST_FOUND = 1 << 16
@@ -209,7 +117,7 @@ class InputSizes:
     """
 
     def __init__(
-        self, forms: Mapping[str, Form], flight: SparseFlight, group: dist.ProcessGroup, streams: Streams
+        self, forms: Mapping[str, Form], flight: SparseBatch, group: dist.ProcessGroup, streams: Streams
     ) -> None:
         self._forms, self._group, self._streams = forms, group, streams
         self._columns: list[Sequence[int] | NDArray[np.int64]] = [

@@ -1,13 +1,11 @@
 """One batch in one sharded module: all of its state, and its stages from the sizes to the update of the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchrec.distributed.embedding_types import KJTList
@@ -41,14 +39,12 @@ from ..tables import (
     without_graph,
 )
 from .deferred_update import DeferredUpdate
+from .described_input import splits_only
 from .embeddings import EarlyEmbeddings
 from .grad_modes import own_graph
-from .input_dist import splits_only
 from .released_ids import release
+from .shared import Shared
 from .update_rates import counting, take_back, updates_at_present_rate
-
-if TYPE_CHECKING:
-    from .pipeline import SparsePipeline
 
 
 class Progress(IntEnum):
@@ -86,7 +82,7 @@ class ModuleFlight:
     batch: int  # the batch's number
     module: Any
     kjt: KeyedJaggedTensor  # the module's input in the batch
-    pipeline: SparsePipeline
+    shared: Shared
     progress: Progress = Progress.SENDING  # changed by `advance`
     context: Any = None  # TorchRec's own context of this module and batch, from `create_context`
     splits_awaitable: Any = None  # what `input_dist` returned; None once its sizes have been read
@@ -108,7 +104,7 @@ class ModuleFlight:
     without_graph: bool = False  # whether a call under `no_grad` got them: a reentrant `checkpoint()` repeats it later
     received: Made | None = None  # the embeddings, once waited for, until the backward is over
     num_lookups: list[int] = field(default_factory=list)  # what the early lookup added to each kernel's iteration count
-    ids: KJTList | None = None  # the ids that were looked up, if `SparsePipeline.keep_ids` is set
+    ids: KJTList | None = None  # the ids that were looked up, if a watcher keeps them until the step is over
 
     def advance(self, to: Progress) -> None:
         """Enter the next state; raise a RuntimeError if that state cannot follow the present one."""
@@ -133,18 +129,18 @@ class ModuleFlight:
 
     def describe_input(self) -> None:
         """Describe the all-to-alls of the input, for `InputExchange.send_sizes`."""
-        pipeline, kjt = self.pipeline, self.kjt
+        kjt = self.kjt
         sent = shallow_copy(kjt)  # TorchRec may keep the object that it is given and replace its weights
         if self.outside is not None:  # an error if the step calls the module with these ids, and does not map them
             set_values(sent, torch.zeros_like(kjt.values()))
         self.context = self.module.create_context()
-        with splits_only(self.module, sent, pipeline.group, narrow=self.narrow) as input_dist:
+        with splits_only(self.module, sent, self.shared.group, narrow=self.narrow) as input_dist:
             self.splits_awaitable = input_dist(self.context, sent)
         self.sent = SentInput(kjt)
 
     def expect_own_ids(self) -> None:
         """On one rank, where nothing is sent: the ids that it looks up are its own."""
-        self.pipeline.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.batch)
+        self.shared.telemetry.observe("wait", Stage.INPUT_SPLITS_DIST, self.batch)
         self.expect_ids(wait_for(self.splits_awaitable), votes=False)
 
     def expect_ids(self, awaitable: Any, *, votes: bool) -> None:
@@ -162,7 +158,7 @@ class ModuleFlight:
     def receive_ids(self) -> None:
         """Wait for the ids that this rank looks up, and assemble them."""
         if self.tensors_awaitable is not None:
-            self.pipeline.telemetry.observe("wait", Stage.INPUT_DATA_DIST, self.batch)
+            self.shared.telemetry.observe("wait", Stage.INPUT_DATA_DIST, self.batch)
             self.dist_input, self.tensors_awaitable = wait_for(self.tensors_awaitable), None
             self.advance(Progress.RECEIVED)
 
@@ -171,7 +167,7 @@ class ModuleFlight:
     def prefetch(self) -> None:
         """Copy the rows that the lookup will read into the cache. Source: `prefetch_embeddings`, TorchRec 1.8."""
         if caching_tbes(self.module):
-            streams = self.pipeline.streams
+            streams = self.shared.streams
             # The lookup stream reads and updates the prefetched rows.
             self.module.prefetch(self.dist_input, forward_stream=streams[streams.lookup], ctx=self.context)
 
@@ -187,16 +183,16 @@ class ModuleFlight:
         parts = [part for part in self.parts_to_look_up((owner,)) if only in (None, part)]
         if self.progress is not Progress.RECEIVED or not parts:
             return
-        options = self.pipeline.options
-        if self.pipeline.keep_ids:
-            self.ids = self.dist_input
+        options = self.shared.options
+        for watcher in self.shared.watchers.looks_up:
+            watcher.looks_up(self)
         if options.holds_rates and self.rates is None:
             self.rates = rates_of(self.module)
         if (set_rates := options.set_rates) is not None:
             set_rates = self.deferred.with_rates(set_rates, tbes(self.module))
         with (
             counting(tbes(self.module), self.num_lookups),
-            updates_at_present_rate(self.module, set_rates, mends_weights=self.pipeline.mends_weights(self.module)),
+            updates_at_present_rate(self.module, set_rates, mends_weights=self.shared.mends_weights(self.module)),
             self._deferring_update() if defers_update else NOTHING,
         ):
             if len(parts) == len(owners_of_parts(self.module)):
@@ -260,27 +256,27 @@ class ModuleFlight:
 
     def serve(self) -> EarlyEmbeddings:
         """Return the embeddings of the early lookup; their first use waits for them."""
-        if torch.is_grad_enabled() or not self.pipeline.options.trains:
+        if torch.is_grad_enabled() or not self.shared.options.trains:
             return EarlyEmbeddings(self._receive)
         self.without_graph = True
         return EarlyEmbeddings(lambda: without_graph(self._receive()))
 
     def _receive(self) -> Any:
         """Wait for the embeddings on the lookup stream; let the compute stream and the current one use them."""
-        pipeline = self.pipeline
+        shared = self.shared
         is_first = self.received is None
         if self.received is None:
-            pipeline.telemetry.observe("wait", Stage.EMBEDDING_LOOKUP, self.batch)
+            shared.telemetry.observe("wait", Stage.EMBEDDING_LOOKUP, self.batch)
             assert self.embeddings is not None
-            with pipeline.streams.on_lookup(), own_graph() if pipeline.options.trains else NOTHING:
+            with shared.streams.on_lookup(), own_graph() if shared.options.trains else NOTHING:
                 received = wait_for(self.embeddings)
-            self.received = Made(received, pipeline.streams.lookup)
-            pipeline.answered(self.name, received, in_step=True, deferred=self.deferred)
-        with pipeline.telemetry.merge(self.batch if is_first else None):
-            pipeline.streams.give_to_caller(self.received)
+            self.received = Made(received, shared.streams.lookup)
+            shared.received(self.name, received, in_step=True, deferred=self.deferred)
+        with shared.telemetry.merge(self.batch if is_first else None):
+            shared.streams.give_to_caller(self.received)
         # Tensors made in inference mode train nothing.
         if is_first and not (torch.is_inference_mode_enabled() or saving_is_hooked()):
-            pipeline.step.send_next_if_idle()
+            shared.step.send_next_if_idle()
         return self.received.value
 
     def end_backward(self, *, defers_update: bool) -> None:
@@ -295,7 +291,7 @@ class ModuleFlight:
         """Make a deferred update, if there is one; call `after_part` with the number of each part after its update."""
         if not self.deferred:
             return
-        self.pipeline.telemetry.observe("wait", Stage.EMBEDDING_UPDATE, self.batch)
+        self.shared.telemetry.observe("wait", Stage.EMBEDDING_UPDATE, self.batch)
         if after_part is None:
             self.deferred.apply()
         else:
@@ -305,7 +301,7 @@ class ModuleFlight:
 
     def count_lookups(self, times: int) -> None:
         """Add its lookups to the iteration counts of fused optimizers; with `times=-1` subtract them."""
-        take_back(tbes(self.module), [-times * num for num in self.num_lookups], self.pipeline.streams)
+        take_back(tbes(self.module), [-times * num for num in self.num_lookups], self.shared.streams)
 
     def abandon(self) -> list[Any]:
         """Drop a deferred update; return what holds the tensors of collectives that may be under way."""
@@ -318,7 +314,7 @@ class ModuleFlight:
             self.tensors_awaitable.wait()
             self.tensors_awaitable = None
         if self.has_early_lookup:
-            with self.pipeline.streams.on_lookup():  # where the embeddings were allocated
+            with self.shared.streams.on_lookup():  # where the embeddings were allocated
                 for awaitable in [*self.output_dist_awaitables.values(), self.embeddings]:
                     if awaitable is not None:
                         awaitable.wait()
@@ -327,7 +323,7 @@ class ModuleFlight:
         self.advance(Progress.DROPPED)
 
     def _take_back(self) -> None:
-        take_back(tbes(self.module), self.num_lookups, self.pipeline.streams)
+        take_back(tbes(self.module), self.num_lookups, self.shared.streams)
         self.num_lookups = []
 
 

@@ -1,11 +1,9 @@
 """Stand in for the `forward` of one sharded module: early embeddings, the same again in a backward, or its own."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchrec.distributed.types import LazyAwaitable
@@ -31,21 +29,21 @@ from ..tables import (
     why_never_early,
     without_backward,
 )
+from .batch_inputs import only_input
 from .embeddings import EarlyEmbeddings, LazyEmbeddings
 from .grad_modes import keeping_saved, outside_inference_mode
 from .input_sizes import check_types
 from .misfits import misfit
 from .module_flight import ModuleFlight, Progress, autocast_of
 from .reasons import ADVICE, CALL, CHANGED_IN_PLACE, OTHER_AUTOCAST, WITH_GRADIENTS, WRITTEN_IN_STEP
+from .sent_updates import SentUpdates
+from .shared import Shared
+from .sparse_batch import SparseBatch
 from .update_rates import counting, take_back, updates_at_present_rate
-
-if TYPE_CHECKING:
-    from .flight import SparseFlight
-    from .pipeline import SparsePipeline
 
 
 class ModuleForward:
-    """The `forward` of one sharded module while a pipeline is attached.
+    """The `forward` of one sharded module while a `SparsePipeline` is attached.
 
     A call gets early embeddings if the module's own forward would give the same: in the caller's grad mode, inference
     mode, autocast and hooks on saved tensors. Only the first call in a step gets them.
@@ -53,21 +51,21 @@ class ModuleForward:
 
     former: Any  # the instance's `forward` before, another pipeline's; None if the instance had only the class's
 
-    def __init__(self, name: str, module: Any, pipeline: SparsePipeline) -> None:
+    def __init__(self, name: str, module: Any, shared: Shared, updates: SentUpdates) -> None:
         check_torchrec(module)
-        self.name, self.module, self._pipeline = name, module, pipeline
+        self.name, self.module, self._shared, self._updates = name, module, shared, updates
         self._ranges, self.has_sequences = IdRanges(module), holds_sequences(module)
         # Found once: they walk all tables.
         self._is_sent = has_model_parallel_tables(module)
-        self.narrow = pipeline.options.multi_node and ids_fit_32_bits(module)  # whether ids are sent as 32 bits
+        self.narrow = shared.options.multi_node and ids_fit_32_bits(module)  # whether ids are sent as 32 bits
         present = vars(module).get("forward")
         self._original: Callable[..., Any] = present._original if isinstance(present, ModuleForward) else module.forward
         self.path: Path | None = None  # of its input in the batch; None before `discover`, and if it is no object of it
         self.keys: list[str] = []  # of its input; other inputs in the batch may have the same keys
         self._forms: dict[int, Any] = {}  # types of the tensors that its own forward has sent, by call of a step
         # Why it runs in its own forward; None if it can be looked up early.
-        prefetches = pipeline.options.looks_up_cached
-        self.unpipelined_reason: str | None = why_never_early(module, pipeline.group, prefetches=prefetches)
+        prefetches = shared.options.looks_up_cached
+        self.unpipelined_reason: str | None = why_never_early(module, shared.group, prefetches=prefetches)
         self.is_on_all_ranks = self.unpipelined_reason is None  # whether its tables are surely sharded over all ranks
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of its calls in the step that runs
 
@@ -87,8 +85,10 @@ class ModuleForward:
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the embeddings."""
-        watch_call = self._pipeline.watch_call
-        return self.answer(args, kwargs) if watch_call is None else watch_call(self, args, kwargs)
+        answer = self.answer(args, kwargs)
+        for watcher in self._shared.watchers.answered:
+            watcher.answered(self, answer)
+        return answer
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the embeddings.
@@ -97,19 +97,20 @@ class ModuleForward:
             RuntimeError: This rank has to run the module's own forward, and another rank has taken early embeddings.
             ValueError: An id is no row of its table.
         """
-        given, step = only_input(args, kwargs), self._pipeline.step
+        given, step = only_input(args, kwargs), self._shared.step
         in_backward = current_backward() != -1
-        flight = step.awaiting_backward if in_backward else step.current
+        flight: SparseBatch | None = step.awaiting_backward if in_backward else step.current
         self._refuse_trained_weights(given)
-        in_training_step = self._pipeline.options.trains and flight is not None
+        in_training_step = self._shared.options.trains and flight is not None
         if in_training_step and version_in(self.module) != TRAINED and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.name!r} was called with gradients while ExponentialMovingAverage.averaged() is active: a "
                 "backward would mix averages and trained weights. Look averages up under torch.no_grad()."
             )
-        self._pipeline.gradients.note_call(self.name)
         if self.has_sequences and isinstance(given, KeyedJaggedTensor) and not given.lengths().numel():
             raise ValueError(no_samples(self._call_of(flight)))
+        for watcher in self._shared.watchers.called:
+            watcher.called(self, (args, kwargs), flight, in_backward=in_backward)
         look_up: Callable[[], Any] = partial(self._original, *args, **kwargs)
         sends_ids = True  # whether this call does
         if flight is None:
@@ -119,8 +120,6 @@ class ModuleForward:
                 return replayed
         else:
             self.calls.append((args, kwargs))
-            if self._pipeline.padding is not None and not flight.is_padding:
-                self._pipeline.padding.note(self, given)
         is_noted = in_backward  # whether the ranks have compared this call
         module_flight = flight.modules.get(self.name)
         if module_flight is not None and not module_flight.served and not self._has_other_weights(module_flight):
@@ -130,7 +129,8 @@ class ModuleForward:
             if self._all_ranks_take_early(module_flight, given, flight):
                 if module_flight.embeddings is not None:
                     if not is_noted and self.is_on_all_ranks:
-                        self._pipeline.alike.note_quiet(self.name, flight)
+                        for watcher in self._shared.watchers.called_quietly:
+                            watcher.called_quietly(self, flight)
                     return self._early(module_flight)
                 look_up, sends_ids = partial(self._look_up_sent_ids, module_flight, flight), False
         elif module_flight is None and self.name in flight.missing and not in_backward:
@@ -153,16 +153,16 @@ class ModuleForward:
         now = version_in(self.module)
         if module_flight.has_early_lookup:
             return now != module_flight.weights
-        return now != TRAINED and self._pipeline.options.trains
+        return now != TRAINED and self._shared.options.trains
 
     def _early(self, module_flight: ModuleFlight) -> EarlyEmbeddings:
         """Return the embeddings of an early lookup, at the first call in a step."""
         module_flight.advance(Progress.SERVED)
         return module_flight.serve()
 
-    def _replayed(self, given: Any, flight: SparseFlight) -> Any:
+    def _replayed(self, given: Any, flight: SparseBatch) -> Any:
         """Return what the same call got in the forward, if `checkpoint()` repeats it in the backward; else None."""
-        step = self._pipeline.step
+        step = self._shared.step
         sent, _, answer = step.kept_answers.get((self.name, id(given)), (None, None, None))
         if sent is not None and sent.is_unchanged(given):
             return answer
@@ -180,7 +180,7 @@ class ModuleForward:
             return "it was called with another input than the one in the batch"
         if not module_flight.sent.is_unchanged(kjt):
             return CHANGED_IN_PLACE
-        if not self._pipeline.options.trains and torch.is_grad_enabled():
+        if not self._shared.options.trains and torch.is_grad_enabled():
             return WITH_GRADIENTS
         if is_looked_up and module_flight.autocast != autocast_of(self.module, kjt):
             return OTHER_AUTOCAST
@@ -188,12 +188,12 @@ class ModuleForward:
             return WRITTEN_IN_STEP
         return None
 
-    def _all_ranks_take_early(self, module_flight: ModuleFlight, given: Any, flight: SparseFlight) -> bool:
+    def _all_ranks_take_early(self, module_flight: ModuleFlight, given: Any, flight: SparseBatch) -> bool:
         """Whether all ranks serve this call early; else all run the module's own forward from now on.
 
         A ValueError if an id of the early lookup is no row.
         """
-        options, reason = self._pipeline.options, self._why_not_early(module_flight, given)
+        options, reason = self._shared.options, self._why_not_early(module_flight, given)
         if module_flight.votes:
             if options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
@@ -210,13 +210,13 @@ class ModuleForward:
             return False
         if module_flight.outside is not None:
             raise ValueError(module_flight.outside)
-        module_flight.claim(self._pipeline.step.number)
+        module_flight.claim(self._shared.step.number)
         self.note_usual_call(self.name)
         return True
 
-    def _look_up_sent_ids(self, module_flight: ModuleFlight, flight: SparseFlight) -> Any:
+    def _look_up_sent_ids(self, module_flight: ModuleFlight, flight: SparseBatch) -> Any:
         """Look up, in the call, ids that were sent early."""
-        streams, stream = self._pipeline.streams, flight.issued[Stage.INPUT_DATA_DIST].on
+        streams, stream = self._shared.streams, flight.issued[Stage.INPUT_DATA_DIST].on
         with streams.on(stream):
             received = flight.receive_ids()
         streams.use(Made(received, stream), on=streams.lookup)
@@ -229,7 +229,7 @@ class ModuleForward:
         given: Any,
         arguments: Any,
         look_up: Callable[[], Any],
-        flight: SparseFlight | None,
+        flight: SparseBatch | None,
         *,
         in_backward: bool,
         checks: bool = True,
@@ -238,47 +238,47 @@ class ModuleForward:
 
         `checks`: whether the input is to be checked.
         """
-        pipeline = self._pipeline
+        shared = self._shared
         if checks and isinstance(given, KeyedJaggedTensor):
             renew_counts(given)
         if checks and not in_backward:
             self.refuse_misfit(given, flight)
             if (outside := self.ids_outside(given, flight)) is not None:
                 raise ValueError(outside)
-        pipeline.update_before_forward(self.name)
+        self._updates.make_before_forward(self.name)
         # checkpoint() drops what operators save, and repeats the forward in the backward, at another time on each rank:
         # collectives of a repeated lookup would not match. So a lookup keeps its saved tensors, and is not repeated.
         checkpointed = flight is not None and torch.is_grad_enabled() and saving_is_hooked()
         # Between two steps and in evaluations no hook sees the end of a backward that may follow.
-        in_step = flight is not None and pipeline.options.trains
+        in_step = flight is not None and shared.options.trains
         batch = None if flight is None else flight.index
         hand_over = partial(self._hand_over, batch, in_step=in_step, keeps_saved=checkpointed)
         with keeping_saved() if checkpointed else NOTHING:
             found = self._on_lookup_stream(look_up, arguments, flight)
         answer = tuple(map(hand_over, found)) if isinstance(found, tuple) else hand_over(found)
         if checkpointed and not in_backward and isinstance(given, KeyedJaggedTensor):
-            pipeline.step.kept_answers[self.name, id(given)] = SentInput(given), given, answer
+            shared.step.kept_answers[self.name, id(given)] = SentInput(given), given, answer
         return answer
 
-    def _on_lookup_stream(self, look_up: Callable[[], Any], arguments: Any, flight: SparseFlight | None) -> Any:
+    def _on_lookup_stream(self, look_up: Callable[[], Any], arguments: Any, flight: SparseBatch | None) -> Any:
         """Run a module's own lookup on the lookup stream; without a backward it does not count for the optimizers.
 
         A step may look up the tables of a module several times. If two backwards ran on two streams, nothing would
         order their updates of the same rows.
         """
-        streams, options = self._pipeline.streams, self._pipeline.options
+        streams, options = self._shared.streams, self._shared.options
         streams.take_from_caller(arguments, on=streams.lookup)
         if options.set_rates is not None:
             options.set_rates()
         # No batch is in flight in an evaluation by hand, or if a module does its own fetching (`dataloader_iter`).
         trains = options.trains and (flight is not None or torch.is_grad_enabled())
-        telemetry, stage = self._pipeline.telemetry, Stage.EMBEDDING_LOOKUP
+        telemetry, stage = self._shared.telemetry, Stage.EMBEDDING_LOOKUP
         timed = NOTHING if flight is None else telemetry.timed(stage, flight.index, streams.lookup)
         # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
         own_mode = outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else NOTHING
         num_lookups: list[int] = []
         if trains:
-            mends = self._pipeline.mends_weights(self.module)
+            mends = self._shared.mends_weights(self.module)
             with streams.on_lookup(), timed, own_mode, updates_at_present_rate(self.module, None, mends_weights=mends):
                 found = look_up()
         else:
@@ -293,12 +293,12 @@ class ModuleForward:
 
     def _hand_over(self, batch: int | None, found: Any, *, in_step: bool, keeps_saved: bool) -> Any:
         """Return an answer of the lookup stream to the caller; an awaitable waits in the modes of the call."""
-        streams = self._pipeline.streams
+        streams = self._shared.streams
         is_counted = torch.is_grad_enabled() and not in_step
 
         def hand_over(received: Any) -> Any:
-            self._pipeline.answered(self.name, received, in_step=in_step)
-            with self._pipeline.telemetry.merge(batch):
+            self._shared.received(self.name, received, in_step=in_step)
+            with self._shared.telemetry.merge(batch):
                 streams.give_to_caller(Made(received, streams.lookup))
             if is_counted:
                 count_backwards(self.module, received)
@@ -313,16 +313,19 @@ class ModuleForward:
 
     # What ranks compare.
 
-    def _note_call(self, flight: SparseFlight) -> None:
-        """Compare a call in which the module's own forward will run with those of other ranks."""
+    def _note_call(self, flight: SparseBatch) -> None:
+        """Tell watchers of a call in which the module's own forward will run, if all ranks have to make it."""
         if not self.is_on_all_ranks:
             return
+        watchers = self._shared.watchers
         if self._is_sent:
-            self._pipeline.alike.note(self.name, flight)
+            for watcher in watchers.collective_begins:
+                watcher.collective_begins(self, flight)
         elif torch.is_grad_enabled():  # data-parallel tables have collectives in the backward alone
-            self._pipeline.alike.note_quiet(self.name, flight)
+            for watcher in watchers.called_quietly:
+                watcher.called_quietly(self, flight)
 
-    def _check_all_lack_input(self, flight: SparseFlight) -> None:
+    def _check_all_lack_input(self, flight: SparseBatch) -> None:
         """Raise a RuntimeError unless all ranks call the module, though some rank's batch has no input for it."""
         problem = (
             f"{self._call_of(flight)}, another rank does not: its batch has no input for it. Either "
@@ -331,7 +334,7 @@ class ModuleForward:
         )
         self._refuse_unusual_call(self.name, problem)
 
-    def _check_form(self, given: Any, flight: SparseFlight) -> None:
+    def _check_form(self, given: Any, flight: SparseBatch) -> None:
         """Check an input's types on all ranks: at the first such call of a step, and if they have changed since."""
         # A module's own forward sends these tensors, and gloo ends the process on data of another size than expected.
         if not isinstance(given, KeyedJaggedTensor):
@@ -343,7 +346,7 @@ class ModuleForward:
         form = given.lengths().dtype, given.values().dtype, None if weights is None else weights.dtype, varies
         number = len(self.calls)  # calls of one step may differ
         before, self._forms[number] = self._forms.get(number), form
-        own_call, group = f"call {number} of {self.name} in its own forward", self._pipeline.group
+        own_call, group = f"call {number} of {self.name} in its own forward", self._shared.group
         is_sent = self._is_sent
         if before in (None, form) or not is_sent:
             if before is None and group is not None and self.is_on_all_ranks and is_sent:
@@ -359,13 +362,13 @@ class ModuleForward:
 
     def note_usual_call(self, call: str) -> None:
         """Note that this rank has made a call as before: from early embeddings, or with tensors of the same types."""
-        if (mismatches := self._pipeline.mismatches) is not None:
-            mismatches.passed(("unusual", call), self._pipeline.step.number)
+        if (mismatches := self._shared.mismatches) is not None:
+            mismatches.passed(("unusual", call), self._shared.step.number)
 
     def _refuse_unusual_call(self, call: str, problem: str) -> None:
         """Raise a RuntimeError with `problem` if another rank has passed a call, or does not make it in time."""
         # No collective can compare them: ranks that have passed the call issue none for it.
-        mismatches, step = self._pipeline.mismatches, self._pipeline.step.number
+        mismatches, step = self._shared.mismatches, self._shared.step.number
         waits = f"before its call of {self.name!r}, whose input has other types than before"
         if mismatches is not None and mismatches.other(("unusual", call), step, waits=waits) is not None:
             raise RuntimeError(problem)
@@ -379,7 +382,7 @@ class ModuleForward:
             isinstance(weights, torch.Tensor)
             and weights.requires_grad
             and torch.is_grad_enabled()
-            and self._pipeline.group is not None
+            and self._shared.group is not None
             and takes_weights(self.module)
             and self._is_sent
         ):
@@ -389,7 +392,7 @@ class ModuleForward:
                 "take a FeatureProcessedEmbeddingBagCollection, or .detach() the weights."
             )
 
-    def refuse_misfit(self, given: Any, flight: SparseFlight | None) -> None:
+    def refuse_misfit(self, given: Any, flight: SparseBatch | None) -> None:
         """Raise a ValueError if lengths, ids and weights of an input do not fit each other."""
         problem = misfit(given) if isinstance(given, KeyedJaggedTensor) else None
         if problem is not None:
@@ -398,9 +401,9 @@ class ModuleForward:
                 "feature by feature, and as many ids (and weights, if any) as the lengths sum up to."
             )
 
-    def ids_outside(self, given: Any, flight: SparseFlight | None) -> str | None:
+    def ids_outside(self, given: Any, flight: SparseBatch | None) -> str | None:
         """Return the error about an id of an input that is no row; None if there is none, or only a warning."""
-        options = self._pipeline.options
+        options = self._shared.options
         if options.out_of_range_ids == "fbgemm" or not isinstance(given, KeyedJaggedTensor):
             return None
         if (found := self._ranges.first_outside(given)) is None:
@@ -415,13 +418,13 @@ class ModuleForward:
         self.warn_once(feature, f"{text} FBGEMM takes row 0 of the table's shard for an id outside.")
         return None
 
-    def _call_of(self, flight: SparseFlight | None) -> str:
-        options = self._pipeline.options
+    def _call_of(self, flight: SparseBatch | None) -> str:
+        options = self._shared.options
         place = "" if flight is None else f" in {options.method} of batch {flight.index}"
         return f"rank {options.rank} calls {self.name!r}{place}"
 
-    def _input_of(self, flight: SparseFlight | None) -> str:
-        options = self._pipeline.options
+    def _input_of(self, flight: SparseBatch | None) -> str:
+        options = self._shared.options
         where = "" if flight is None else f" for batch {flight.index} of {options.method}"
         return f"rank {options.rank}, the input of {self.name!r}{where}"
 
@@ -431,18 +434,18 @@ class ModuleForward:
         """Run the module in its own forward from now on; warn once, with the reason."""
         if self.unpipelined_reason is None:
             self.unpipelined_reason = reason
-            advice = ADVICE.get(reason, CALL).format(step=self._pipeline.options.method)
+            advice = ADVICE.get(reason, CALL).format(step=self._shared.options.method)
             self.warn_of_own_forward(reason, f" {advice}")
 
     def warn_of_own_forward(self, reason: str, advice: str = "") -> None:
         """Warn once that the module is not looked up early, and why."""
         own = f"The lookup of {self} is not overlapped: {reason}. It runs in its own forward, on current weights."
-        if self._pipeline.options.rank == 0:
+        if self._shared.options.rank == 0:
             self.warn_once(reason, own + advice)
 
     def warn_once(self, about: str, text: str) -> None:
         """Warn, once in a run for each subject."""
-        warned, known = self._pipeline.options.warned, (self.name, about)
+        warned, known = self._shared.options.warned, (self.name, about)
         if known not in warned:
             warned.add(known)
             warnings.warn(text, UserWarning, stacklevel=2)
@@ -464,12 +467,6 @@ class ModuleForward:
             del self.module.forward
         else:
             self.module.forward = self.former
-
-
-def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the single argument of a call, or None."""
-    values = [*args, *kwargs.values()]
-    return values[0] if len(values) == 1 else None
 
 
 def _in_words(form: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> str:

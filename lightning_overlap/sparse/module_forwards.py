@@ -1,9 +1,7 @@
 """The forwards of all sharded modules of a model: attach them, find their inputs, check their calls."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
@@ -12,20 +10,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..distributed import gather_if_unequal
 from ..runtime import Path
 from ..tables import refuse_other_batch_sizes, take_row_0_for_ids_outside
-from .module_forward import ModuleForward, only_input
+from .batch_inputs import only_input
+from .module_forward import ModuleForward
 from .reasons import CALLED_TWICE, NOT_AT_FIRST, NOT_FOR_ALL
-
-if TYPE_CHECKING:
-    from .pipeline import SparsePipeline
+from .sent_updates import SentUpdates
+from .shared import Shared
 
 
 class ModuleForwards(dict[str, ModuleForward]):
     """The forward of each sharded module, by name; an ImportError if TorchRec lacks a private name of it."""
 
-    def __init__(self, pipeline: SparsePipeline) -> None:
-        super().__init__((name, ModuleForward(name, module, pipeline)) for name, module in pipeline.modules.items())
-        self._group, self._options = pipeline.group, pipeline.options
-        self.modules = list(pipeline.modules.values())
+    def __init__(self, modules: Mapping[str, Any], shared: Shared, updates: SentUpdates) -> None:
+        super().__init__((name, ModuleForward(name, module, shared, updates)) for name, module in modules.items())
+        self._group, self._options = shared.group, shared.options
+        self.modules = modules
         self._hooks: list[RemovableHandle] = []  # of kernels and output dists, while attached
 
     def attach(self) -> None:

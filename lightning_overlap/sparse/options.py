@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..distributed import DeadlineStore
 from ..tables import OutOfRangeIds, SetRates
-from .loss_guard import LossGuard
+from .watchers.loss_guard import LossGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

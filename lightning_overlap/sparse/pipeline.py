@@ -1,6 +1,7 @@
 """The sparse stages of a model's sharded modules, put together: what a walker and its flights use."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -10,21 +11,23 @@ from ..compat.fbgemm import locks_rows
 from ..distributed import Mismatches
 from ..runtime import FetchedBatch, Flight, Streams, TableAccess, Telemetry
 from ..schedules import StreamName
-from ..tables import caching_tbes, forget_prefetched, kernel_parameters, spec_of, takes_weights, tbes
-from .alike_calls import AlikeCalls
+from ..tables import forget_prefetched, kernel_parameters, tbes
 from .backward_fill import BackwardFill
-from .deferred_update import DeferredUpdate
 from .discovery import Discovery
 from .flight import SparseFlight
-from .gradient_watch import GradientWatch
 from .input_dist import InputExchange
-from .module_forward import ModuleForward
 from .module_forwards import ModuleForwards
 from .options import SparseOptions
 from .overwritten import OverwrittenLookups
-from .padding import PaddingCalls, without_batches
+from .padding import without_batches
 from .present_step import PresentStep
+from .sent_updates import SentUpdates
+from .shared import Shared
 from .unread_gradients import leave_out_unread_gradients
+from .watchers.alike_calls import AlikeCalls
+from .watchers.gradient_watch import GradientWatch
+from .watchers.last_calls import LastCalls
+from .watchers.watcher import Watchers
 
 
 class SparsePipeline:
@@ -38,29 +41,39 @@ class SparsePipeline:
         telemetry: Telemetry,
         options: SparseOptions,
     ) -> None:
-        self.modules, self.group, self.options = modules, group, options
+        self.modules, self.options = modules, options
         self.streams, self.telemetry, self.table_access = streams, telemetry, TableAccess(streams)
-        self.keep_ids = False  # whether batches that are looked up from now on keep their ids until their step is over
-        # Batches whose gradients are sent and whose update is to come; a walker's `DeferredUpdates` makes the updates.
-        self.to_update: dict[int, SparseFlight] = {}
-        self.mismatches: Mismatches | None = None  # None on one rank
+        mismatches = None
         if group is not None and options.store is not None:
             key = f"lightning_overlap/{options.store.next_number('pipelines')}"  # all ranks make as many
-            self.mismatches = Mismatches(options.store, key, group.rank(), group.size(), options.timeout_s)
+            mismatches = Mismatches(options.store, key, group.rank(), group.size(), options.timeout_s)
         # Between hosts on a CPU, where the link is idle once all early embeddings of a step have arrived.
         sends_within = options.multi_node and options.fills_waits and options.trains and not streams.is_async
-        self.step = PresentStep(streams, sends_within=sends_within)
-        self.exchange = None if group is None else InputExchange(group, streams)
-        self.forwards = ModuleForwards(self)
-        self.discovery = Discovery(self, self.forwards)
-        self.gradients = GradientWatch(modules, options)
+        step = PresentStep(streams, sends_within=sends_within)
+        self.watchers = Watchers()
+        self.shared = Shared(group, streams, telemetry, options, step, self.watchers, mismatches)
+        self._updates = SentUpdates(streams)
+        self.forwards = ModuleForwards(modules, self.shared, self._updates)
+        self.gradients = GradientWatch(modules, options) if options.trains else None
+        last_calls = None if group is None or options.trains else LastCalls()
         compared = [one.name for one in self.forwards.values() if one.is_on_all_ranks]
-        self.padding = None if group is None or options.trains else PaddingCalls(options)
-        self.alike = AlikeCalls(self.mismatches, compared, options)
-        self.backward_fill = BackwardFill(options, streams, num_ranks=1 if group is None else group.size())
-        self._overwritten = OverwrittenLookups(self)
-        # Called in the place of `ModuleForward.answer`, with the same arguments after the forward, by a check of a run.
-        self.watch_call: Callable[[ModuleForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        alike = None if mismatches is None else AlikeCalls(mismatches, compared, options)
+        for watcher in (self.gradients, options.guard, last_calls, alike):
+            if watcher is not None:
+                self.watchers.add(watcher)
+        self.discovery = Discovery(self.forwards, self.shared, last_calls)
+        self._exchange = None if group is None else InputExchange(group, streams)
+        self._overwritten = OverwrittenLookups(self.forwards, self.discovery, options)
+        self._flight = partial(
+            SparseFlight,
+            shared=self.shared,
+            discovery=self.discovery,
+            forwards=self.forwards,
+            exchange=self._exchange,
+            backward_fill=BackwardFill(options, streams, num_ranks=1 if group is None else group.size()),
+            updates=self._updates,
+            last_calls=last_calls,
+        )
         self._leaves: list[Any] = []  # autograd's nodes of the modules' weights while it is attached
         self._hooks: list[Any] = []  # on the modules' kernels while it is attached
 
@@ -80,46 +93,28 @@ class SparsePipeline:
         """Give every module its former forward back and forget all batches, without a collective."""
         self.forwards.detach()
         self._remove_hooks()
-        if self.mismatches is not None:
-            self.mismatches.end()
+        if self.shared.mismatches is not None:
+            self.shared.mismatches.end()
         self._leaves = []
-        self.to_update.clear()
-        self.step.abandon()
-        if self.exchange is not None:
-            self.exchange.waiting.clear()
+        self._updates.clear()
+        self.shared.step.abandon()
+        if self._exchange is not None:
+            self._exchange.waiting.clear()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def answered(self, name: str, answer: Any, *, in_step: bool, deferred: DeferredUpdate | None = None) -> None:
-        """Register what has to see the gradients of a module's answer, which the caller is about to get.
+    def backward_begins(self) -> None:
+        """Tell watchers that the backward of a loss begins."""
+        for watcher in self.watchers.backward_begins:
+            watcher.backward_begins()
 
-        `deferred`: the update that comes later than the backward, of an early lookup whose graph has gaps.
-        """
-        self.step.order_backward(answer, in_step=in_step)
-        self.gradients.watch(name, answer)
-        if deferred:
-            self.gradients.watch_gaps(name, answer, deferred)
-        if self.options.guard is not None:
-            self.options.guard.watch(answer)  # after `order_backward`, which holds the gradient that this one reads
-
-    def mends_weights(self, module: Any) -> bool:
-        """Whether the backward of a module leaves out weights of ids that are not finite."""
-        # A backward may repeat its lookup. By then a cache may hold other rows.
-        has_weights = self.options.guard is not None and spec_of(module) is not None and takes_weights(module)
-        return has_weights and not caching_tbes(module)
-
-    def update_before_forward(self, name: str) -> None:
-        """Make the deferred updates of the module `name`, the oldest first, before its own forward."""
-        waiting = [self.to_update[index] for index in sorted(self.to_update) if name in self.to_update[index].modules]
-        if waiting:
-            # For the backward, which has left the gradients.
-            self.streams.order(StreamName.COMPUTE, then=self.streams.lookup)
-            with self.streams.on_lookup():
-                for flight in waiting:
-                    flight.modules[name].update()
+    def backward_ends(self) -> None:
+        """Tell watchers that the backward of a loss has ended."""
+        for watcher in self.watchers.backward_ends:
+            watcher.backward_ends()
 
     # What a walker calls (`runtime.SparseStages`).
 
@@ -131,20 +126,20 @@ class SparsePipeline:
     @property
     def can_defer_updates(self) -> bool:
         """Whether an update can come later than its backward; on a CPU with one rank there is nothing to hide."""
-        return self.options.trains and (self.group is not None or self.streams.is_async)
+        return self.options.trains and (self.shared.group is not None or self.streams.is_async)
 
     def make_flight(self, index: int, fetched: FetchedBatch) -> SparseFlight:
         """Return a flight for a batch that was copied to the device."""
-        return SparseFlight(index, *fetched, pipeline=self)
+        return self._flight(index, *fetched)
 
     def make_padding(self, index: int) -> SparseFlight:
         """Return the flight of a rank whose batches to evaluate have ended, while other ranks have more.
 
         All ranks call this if any lacks the batch. Raises a RuntimeError on all of them if it is the first one of all.
         """
-        if index == 0 and not self.step.number:
+        if index == 0 and not self.shared.step.number:
             raise RuntimeError(without_batches(self.options.method))
-        return SparseFlight(index, None, pipeline=self)
+        return self._flight(index, None)
 
     def all_called(self) -> bool:
         """Whether every rank has called all modules that may be looked up early in this step; all ranks call this."""

@@ -1,20 +1,15 @@
 """The user's step that runs, and its backward: which batch it has, and what is kept until the backward is over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..compat.torch import call_after_backward, modes_watch
-from ..runtime import Streams, tensors_in
+from ..runtime import Flight, Streams, tensors_in
 from ..schedules import StreamName
 from ..tables import SentInput
-
-if TYPE_CHECKING:
-    from .flight import SparseFlight
 
 
 class PresentStep:
@@ -23,14 +18,14 @@ class PresentStep:
     def __init__(self, streams: Streams, *, sends_within: bool) -> None:
         self._streams, self._sends_within = streams, sends_within
         self.number = 0  # steps begun
-        self.current: SparseFlight | None = None  # the batch whose step runs, until the step returns
-        self.awaiting_backward: SparseFlight | None = None  # the same batch, until its backward is over
+        self.current: Any = None  # the `SparseBatch` whose step runs, until the step returns
+        self.awaiting_backward: Any = None  # the same batch, until its backward is over
         self._send_next: Callable[[], None] | None = None  # until it was called, and until the step returns
         # Answers that `checkpoint()` may ask for again until the backward is over, by module and `id` of the input.
         self.kept_answers: dict[tuple[str, int], tuple[SentInput, KeyedJaggedTensor, Any]] = {}
         self.held_gradients: list[torch.Tensor] = []  # of embeddings, until the backward is over
 
-    def begin(self, flight: SparseFlight, send_next: Callable[[], None]) -> None:
+    def begin(self, flight: Flight, send_next: Callable[[], None]) -> None:
         """Begin the step of a batch; `send_next` sends sizes and ids of coming batches."""
         self.number += 1
         self._forget_kept()
@@ -42,7 +37,7 @@ class PresentStep:
         """End the step; its backward may follow."""
         self.current = self._send_next = None
 
-    def end_backward(self, flight: SparseFlight) -> None:
+    def end_backward(self, flight: Flight) -> None:
         """Let go of what only the backward of a batch has read."""
         self._forget_kept()
         if self.awaiting_backward is flight:
@@ -62,7 +57,6 @@ class PresentStep:
         send_next = self._send_next
         if send_next is None:
             return
-        assert self.current is not None
         flights = self.current.modules.values()
         if all(one.embeddings is None or one.received is not None for one in flights):
             self._send_next = None

@@ -15,7 +15,7 @@ from ..compat.fbgemm import FusedKernel, lookup_counts, uncount
 from ..compat.torchrec import lookups_of, set_weights
 from ..runtime import NOTHING, Streams
 from ..tables import SetRates, parts_trained_here, tables_of, tbes_within
-from .loss_guard import with_finite_weights
+from .finite_weights import with_finite_weights
 from .other_forwards import other_forwards
 
 Kernels: TypeAlias = list[FusedKernel]

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from ..sparse import Arguments, CalledModule
 from ..tables import sharded_modules
 from .watched_fit import Watched, fused_weights
 
@@ -23,6 +24,7 @@ class DelayedLookups(Watched):
         super().__init__()
         self._delays = delays
         self._weights: dict[int, dict[str, list[Tensor]]] = {}  # number of updates -> module -> its fused tables
+        self._present: dict[str, list[Tensor]] = {}  # module -> its fused tables, while its call reads old ones
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -41,16 +43,17 @@ class DelayedLookups(Watched):
             self._weights[num] = {name: _copies(sharded) for name, sharded in sharded_modules(module).items()}
 
     @override
-    def serve(self, step: str, forward: Any, args: Any, kwargs: Any) -> Any:
+    def before_call(self, step: str, forward: CalledModule, arguments: Arguments) -> None:
         num, names = self._delays.get(self.batch, (0, frozenset[str]()))
-        if step != "training_step" or forward.name not in names:
-            return super().serve(step, forward, args, kwargs)
-        now = _copies(forward.module)
-        _write(forward.module, self._weights[num][forward.name])
-        try:
-            return super().serve(step, forward, args, kwargs)
-        finally:
-            _write(forward.module, now)
+        if step == "training_step" and forward.name in names:
+            self._present[forward.name] = _copies(forward.module)
+            _write(forward.module, self._weights[num][forward.name])
+
+    @override
+    def after_call(self, step: str, forward: CalledModule, answer: Any) -> None:
+        super().after_call(step, forward, answer)
+        if forward.name in self._present:
+            _write(forward.module, self._present.pop(forward.name))
 
 
 def _copies(module: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from .. import tables
 from ..checkpoint import gather
 from ..distributed import gather_objects
 from ..schedules import WeightOwner
-from ..sparse import EarlyEmbeddings
+from ..sparse import Arguments, CalledModule, EarlyEmbeddings
 from .watched_fit import Setting, Watched, fit, fit_unsharded, is_in, make_seeded
 
 _MOST_STEPS = 4  # steps of the short fits; the staleness is added
@@ -165,16 +165,20 @@ class Answers(Watched):
         self._states: dict[int, dict[str, dict[str, Tensor]]] = {}  # number of updates -> module -> its state
         self._calls: list[tuple[str, str, Any, Any, bool]] = []
         """Module, place, embeddings, expected embeddings, and whether gradients were enabled."""
+        self._arguments: Arguments | None = None  # copies of those of the call under way
         self._given: dict[str, Any] = {}  # module -> the arguments of its last call
 
     @override
-    def serve(self, step: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        given = None
+    def before_call(self, step: str, forward: CalledModule, arguments: Arguments) -> None:
+        self._arguments = None
         with suppress(RuntimeError):  # a tensor with a graph cannot be copied
-            given = copy.deepcopy((args, kwargs))
-        embeddings = super().serve(step, forward, args, kwargs)
-        self._answered(forward.name, step, given, embeddings)
-        return embeddings
+            self._arguments = copy.deepcopy(arguments)
+
+    @override
+    def after_call(self, step: str, forward: CalledModule, answer: Any) -> None:
+        super().after_call(step, forward, answer)
+        given, self._arguments = self._arguments, None
+        self._answered(forward.name, step, given, answer)
 
     def _answered(self, name: str, step: str, given: Any, embeddings: Any) -> None:
         if name in self.left_out or name not in self.modules:

@@ -10,7 +10,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,7 @@ from ..compat.fbgemm import count_on_device
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
-from ..sparse import EarlyEmbeddings, SparsePipeline
+from ..sparse import Arguments, CalledModule, EarlyEmbeddings, SparsePipeline, Watcher
 from ..tables import kernel_parameters, local_part, owners_of, sharded_modules, table_modules, tbes
 from .checked_streams import CheckedStreams, Operators
 
@@ -83,15 +82,16 @@ class Watched(Callback):
         self.most_in_flight = 0  # the largest number of batches in flight at once
         self.depth = 0  # of the fit's schedules
 
-    def serve(self, step: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Answer a call of a sharded module in the user's method `step`; note whether its lookup was early."""
-        embeddings = forward.answer(args, kwargs)
+    def before_call(self, step: str, forward: CalledModule, arguments: Arguments) -> None:
+        """Come before the lookup of a sharded module that the user's method `step` calls."""
+
+    def after_call(self, step: str, forward: CalledModule, answer: Any) -> None:
+        """Note whether a sharded module's call in the user's method `step` gets the embeddings of an early lookup."""
         if step == "training_step":
             modules = self.early.setdefault(self.batch, {})
-            modules[forward.name] = modules.get(forward.name, True) and isinstance(embeddings, EarlyEmbeddings)
+            modules[forward.name] = modules.get(forward.name, True) and isinstance(answer, EarlyEmbeddings)
             if forward.unpipelined_reason is not None:
                 self.plain_reasons[forward.name] = forward.unpipelined_reason
-        return embeddings
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
         """Note a collective of this thread, where on a CPU the backward runs too."""
@@ -253,6 +253,21 @@ class _FollowsMemory(Callback):
         self._open.close()
 
 
+class _Calls(Watcher):
+    """Tells `watched` of the calls of sharded modules in the user's method `step`."""
+
+    def __init__(self, watched: Watched, step: str) -> None:
+        self._watched, self._step = watched, step
+
+    @override
+    def called(self, forward: CalledModule, arguments: Arguments, flight: object, *, in_backward: bool) -> None:
+        self._watched.before_call(self._step, forward, arguments)
+
+    @override
+    def answered(self, forward: CalledModule, answer: Any) -> None:
+        self._watched.after_call(self._step, forward, answer)
+
+
 class _WatchedStrategy(OverlapEmbeddingStrategy):
     def __init__(self, watched: Watched, races: bool, **kwargs: Any) -> None:
         super().__init__(observer=self._observed, **kwargs)
@@ -265,7 +280,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def without_gradient(self) -> dict[str, str]:
         sparse = None if self._fit is None else self._fit.sparse
-        return {} if sparse is None else dict(sparse.gradients.without_gradient())
+        return {} if sparse is None or sparse.gradients is None else dict(sparse.gradients.without_gradient())
 
     def _observed(self, kind: str, stage: Stage, batch: int) -> None:
         watched = self._watched
@@ -286,7 +301,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)
-        pipeline.watch_call = partial(self._watched.serve, step)
+        pipeline.watchers.add(_Calls(self._watched, step))
         return pipeline
 
 

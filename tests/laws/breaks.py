@@ -40,14 +40,14 @@ from lightning_overlap.schedules import modes
 from lightning_overlap.schedules.stages import Stage, WeightOwner
 from lightning_overlap.sparse import module_flight, module_forward, update_rates
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
-from lightning_overlap.sparse.gradient_watch import GradientWatch
 from lightning_overlap.sparse.input_dist import InputExchange
 from lightning_overlap.sparse.input_sizes import InputSizes
-from lightning_overlap.sparse.loss_guard import LossGuard
 from lightning_overlap.sparse.module_flight import ModuleFlight
 from lightning_overlap.sparse.module_forward import ModuleForward
 from lightning_overlap.sparse.packed_alltoall import PackedExchange
 from lightning_overlap.sparse.pipeline import SparsePipeline
+from lightning_overlap.sparse.watchers.gradient_watch import GradientWatch
+from lightning_overlap.sparse.watchers.loss_guard import LossGuard
 from lightning_overlap.tables import names, parts, sharding
 from lightning_overlap.tables.write_counts import SentInput
 
@@ -442,7 +442,7 @@ def _features_by_place(patch: pytest.MonkeyPatch) -> None:
     "sparse/test_gradient_watch.py::test_the_reason_is_told[no_grad-base]",
 )
 def _no_gradient_watch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientWatch, "end_backward", _nothing)
+    patch.setattr(GradientWatch, "backward_ends", _nothing)
 
 
 @breaks(
@@ -601,7 +601,7 @@ def _ids_do_not_move(patch: pytest.MonkeyPatch) -> None:
     "laws/test_nonfinite.py::test_an_error_leaves_all_as_it_was[fused_sparse_dist-False]",
 )
 def _gradients_are_sent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LossGuard, "watch", _nothing)
+    patch.setattr(LossGuard, "received", _nothing)
 
 
 @breaks(

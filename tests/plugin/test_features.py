@@ -292,7 +292,7 @@ def early_embeddings() -> Iterator[list[str]]:
     used: list[str] = []
 
     def receive(self: Any, *args: Any, own: Any = ModuleFlight._receive) -> Any:
-        used.append(self.pipeline.options.method)
+        used.append(self.shared.options.method)
         return own(self, *args)
 
     with mock.patch.object(ModuleFlight, "_receive", receive):

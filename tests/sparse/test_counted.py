@@ -9,7 +9,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import MODES
-from lightning_overlap.sparse import input_sizes
+from lightning_overlap.sparse import described_input
 from lightning_overlap.sparse.input_sizes import PartForm, _Counted
 
 from ..profiling import syncs
@@ -29,7 +29,7 @@ CASES = {
 def _fit(case: Case, pipeline: str) -> Result:
     """Train as on a device; fail if no sizes were counted there."""
     counted = mock.patch.object(_Counted, "add_to", autospec=True, side_effect=_Counted.add_to)
-    with mock.patch.object(input_sizes, "is_device", return_value=True), counted as calls:
+    with mock.patch.object(described_input, "is_device", return_value=True), counted as calls:
         result = fits.fit(case, pipeline)
     assert calls.call_count > 0
     return result
@@ -44,7 +44,7 @@ def test_losses_are_those_of_the_plain_loop(two_ranks: Ranks, name: str, pipelin
 
 
 def _syncs(case: Case, pipeline: str) -> list[str]:
-    with mock.patch.object(input_sizes, "is_device", return_value=True):
+    with mock.patch.object(described_input, "is_device", return_value=True):
         return syncs.of_steps(case, pipeline)
 
 

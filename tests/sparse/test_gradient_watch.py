@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
 from lightning_overlap.compat.torchrec import LazyResult
 from lightning_overlap.sparse.deferred_update import DeferredUpdate
-from lightning_overlap.sparse.gradient_watch import NUM_BACKWARDS
+from lightning_overlap.sparse.watchers.gradient_watch import NUM_BACKWARDS
 
 from ..plugin.compiled import Compiled
 from ..support import cases

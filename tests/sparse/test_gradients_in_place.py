@@ -99,7 +99,7 @@ def test_no_gradient_is_held_after_a_backward_between_steps() -> None:
             sparse: Any = self.trainer.strategy._fit.sparse  # type: ignore[attr-defined]
             with torch.enable_grad():
                 self.ebc(batch.inputs["sparse"][0]).values().sum().backward()
-            held.append(len(sparse.step.held_gradients))
+            held.append(len(sparse.shared.step.held_gradients))
 
     with process_group("cpu"):
         model = TrainsBetweenSteps(ONE_TABLE)

@@ -12,7 +12,7 @@ from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddin
 from torchrec.distributed.types import ParameterSharding
 
 from lightning_overlap import MODES
-from lightning_overlap.sparse import input_dist
+from lightning_overlap.sparse import described_input
 from lightning_overlap.tables.supported_modules import ids_fit_32_bits
 
 from ..support import exchanges
@@ -57,12 +57,12 @@ def test_two_hosts_train_every_kind_as_the_plain_loop(
 def test_an_id_of_no_row_stays_one() -> None:
     values = torch.tensor([0, -1, 7, 2**31 - 1, 2**31, 2**40 + 3, -(2**40)])
     kjt = KeyedJaggedTensor(["f"], values, lengths=torch.tensor([7]), weights=torch.ones(7))
-    lengths, narrow, weights = input_dist._narrowed(kjt)
+    lengths, narrow, weights = described_input._narrowed(kjt)
     largest, least = 2**31 - 1, -(2**31)
     assert narrow.tolist() == [0, -1, 7, largest, largest, largest, least]
     assert (lengths.dtype, narrow.dtype, weights.dtype) == (torch.int32, torch.int32, torch.float32)
     floats, lengths = torch.tensor([1.5, 2.5]), torch.tensor([1, 1], dtype=torch.int32)
-    sent = input_dist._narrowed(KeyedJaggedTensor(["f"], floats, lengths=lengths))
+    sent = described_input._narrowed(KeyedJaggedTensor(["f"], floats, lengths=lengths))
     assert [one.data_ptr() for one in sent] == [lengths.data_ptr(), floats.data_ptr()], (
         "what is narrow, or no id, stays"
     )

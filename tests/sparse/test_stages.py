@@ -26,7 +26,8 @@ def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> 
     """Otherwise ranks would be sent lengths that are not there yet, and assemble ids by them."""
     log: list[str] = []
     streams = SimpleNamespace(order=lambda first, then: log.append(f"{then} after {first}"))
-    flight = SparseFlight(0, None, pipeline=SimpleNamespace(streams=streams))  # type: ignore[arg-type]
+    unused: Any = dict.fromkeys(("discovery", "forwards", "exchange", "backward_fill", "updates", "last_calls"))
+    flight = SparseFlight(0, None, shared=SimpleNamespace(streams=streams), **unused)  # type: ignore[arg-type]
     flight.sizes = "under way"
     with (
         mock.patch.object(SparseFlight, "send_ids", side_effect=lambda: log.append("sent")),
@@ -79,7 +80,7 @@ FOLLOW |= {(SENT, DROPPED), (RECEIVED, DROPPED), (LOOKED_UP, DROPPED)}
 @pytest.mark.parametrize("present", Progress, ids=str)
 @pytest.mark.parametrize("to", Progress, ids=str)
 def test_only_some_states_can_follow_a_state(present: Progress, to: Progress) -> None:
-    state = ModuleFlight(name="ebc", batch=7, module=None, kjt=Any, pipeline=Any, progress=present)  # type: ignore[arg-type]
+    state = ModuleFlight(name="ebc", batch=7, module=None, kjt=Any, shared=Any, progress=present)  # type: ignore[arg-type]
     if (present, to) in FOLLOW:
         state.advance(to)
         assert state.progress is to

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_overlap import MODES, OverlapMonitor
-from lightning_overlap.sparse import stale_embeddings as counting
+from lightning_overlap.sparse.watchers import stale_rows as counting
 
 from ..callbacks.monitors import Kept
 from ..support import cases, mutants

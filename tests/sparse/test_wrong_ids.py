@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse import stale_embeddings
+from lightning_overlap.sparse.watchers import stale_rows
 from lightning_overlap.tables import IdRanges
 
 from ..support.cases import (
@@ -152,8 +152,8 @@ def test_an_id_outside_stands_for_the_first_row_of_a_shard(get_ranks: Callable[.
 def test_stale_rows_of_ids_outside_stay_in_their_table() -> None:
     """The ids are counted as they came: FBGEMM may have corrected a copy."""
     kjt = KeyedJaggedTensor(["f0", "f1"], torch.tensor([3, -1, -1, 2**62, 2]), lengths=torch.tensor([2, 3]))
-    rows = stale_embeddings._rows([kjt], [(0, 0, 0), (0, 1, 1)])
-    assert [divmod(row, 1 << stale_embeddings.ROW_BITS) for row in rows.tolist()] == [
+    rows = stale_rows._rows([kjt], [(0, 0, 0), (0, 1, 1)])
+    assert [divmod(row, 1 << stale_rows.ROW_BITS) for row in rows.tolist()] == [
         *((0, 3), (0, 0), (1, 0), (1, 0), (1, 2))
     ]
 

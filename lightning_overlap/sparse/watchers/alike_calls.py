@@ -1,16 +1,15 @@
 """Check that all ranks make the same calls of sharded modules in a step: their collectives are those of all ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from ..distributed import Mismatches, Point
-from .options import SparseOptions
+from typing_extensions import override
 
-if TYPE_CHECKING:
-    from .flight import SparseFlight
+from ...distributed import Mismatches, Point
+from ...runtime import Flight
+from ..options import SparseOptions
+from .watcher import CalledModule, Watcher
 
 _ADVICE = (
     "All ranks have to call sharded modules alike, since they wait for each other. On a rank that does not need the "
@@ -22,7 +21,7 @@ _ADVICE = (
 _Phase: TypeAlias = tuple[int, int]  # whether the batch had a step before, and the number of backwards in this step
 
 
-class AlikeCalls:
+class AlikeCalls(Watcher):
     """Compares the calls of sharded modules on all ranks, where they differ from those of the last step.
 
     A rank that makes the same calls as in the last step compares nothing. Another one waits for the others: before a
@@ -33,7 +32,7 @@ class AlikeCalls:
     data-parallel tables. A phase of a step ends with each backward in it (manual optimization), and with the step.
     """
 
-    def __init__(self, mismatches: Mismatches | None, names: Sequence[str], options: SparseOptions) -> None:
+    def __init__(self, mismatches: Mismatches, names: Sequence[str], options: SparseOptions) -> None:
         self._mismatches, self._names, self._options = mismatches, names, options
         self._step, self._batch, self._phase = 0, -1, (0, 0)
         self._num_calls = 0  # with a collective, in this phase
@@ -42,16 +41,16 @@ class AlikeCalls:
         self._order: defaultdict[_Phase, list[str]] = defaultdict(list)
         self._quiet: defaultdict[_Phase, dict[str, int]] = defaultdict(lambda: dict.fromkeys(names, 0))
 
-    def begin_step(self, step: int, batch: int) -> None:
-        """Begin a step, of number 1 or higher; an optimizer may make several of one batch."""
-        is_again = int(batch == self._batch)
-        self._step, self._batch, self._phase = step, batch, (is_again, 0)
+    @override
+    def step_begins(self, number: int, flight: Flight) -> None:
+        is_again = int(flight.index == self._batch)
+        self._step, self._batch, self._phase = number, flight.index, (is_again, 0)
         self._num_calls, self._num_quiet = 0, dict.fromkeys(self._names, 0)
 
-    def note(self, name: str, flight: SparseFlight) -> None:
-        """Note a call with a collective, before it; raises a RuntimeError if another rank does something else."""
-        if self._mismatches is None:
-            return
+    @override
+    def collective_begins(self, forward: CalledModule, flight: Flight) -> None:
+        """Note a call with a collective; raises a RuntimeError if another rank does something else."""
+        name = forward.name
         order, place = self._order[self._phase], self._num_calls
         point, self._num_calls = self._point(place), place + 1
         if place < len(order) and order[place] == name:
@@ -72,10 +71,10 @@ class AlikeCalls:
         else:  # all ranks make it in addition
             order.insert(place, name)
 
-    def note_quiet(self, name: str, flight: SparseFlight) -> None:
+    @override
+    def called_quietly(self, forward: CalledModule, flight: Flight) -> None:
         """Note a quiet call; raises a RuntimeError if it is more than usual and another rank does not make it."""
-        if self._mismatches is None:
-            return
+        name = forward.name
         before, usual = self._num_quiet[name], self._quiet[self._phase]
         self._num_quiet[name] = before + 1
         if before == usual[name]:
@@ -85,11 +84,10 @@ class AlikeCalls:
             usual[name] = before + 1
         self._mismatches.passed(self._quiet_end(name, before), self._step)
 
-    def end_phase(self, flight: SparseFlight) -> None:
-        """End a phase of a step; raises a RuntimeError if another rank has made a call that this rank has left out."""
+    @override
+    def phase_ends(self, flight: Flight) -> None:
+        """Raises a RuntimeError if another rank has made a call in the phase that this rank has left out."""
         mismatches, step = self._mismatches, self._step
-        if mismatches is None:
-            return
         order, place, usual = self._order[self._phase], self._num_calls, self._quiet[self._phase]
         point = self._point(place)
         # In the first step nothing is usual yet.
@@ -115,12 +113,12 @@ class AlikeCalls:
         num_backwards = self._phase[1]
         return f"at the end of its forward after {num_backwards} backwards" if num_backwards else "after its forward"
 
-    def _left_out(self, name: str, flight: SparseFlight, rank: int, other: int, is_again: bool = False) -> RuntimeError:
+    def _left_out(self, name: str, flight: Flight, rank: int, other: int, is_again: bool = False) -> RuntimeError:
         """Return the error about a call that a rank leaves out and another rank makes."""
         again = " once more" if is_again else ""
         return self._error(f"does not call {name!r}{again}", flight, rank, f"rank {other} does")
 
-    def _error(self, does: str, flight: SparseFlight, rank: int, other: str) -> RuntimeError:
+    def _error(self, does: str, flight: Flight, rank: int, other: str) -> RuntimeError:
         num_backwards = self._phase[1]
         phase = f", after {num_backwards} backwards of the step" if num_backwards else ""
         place = f"{self._options.method} of batch {flight.index}{phase}"

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ..runtime import Streams, Walker
-from ..schedules import Stage, StreamName, WeightOwner
-from ..tables import TABLE_TYPES, keys_in_backward, owners_of_parts, tables_in_backward
-from .flight import SparseFlight
-from .pipeline import SparsePipeline
+from ...runtime import Streams, Walker
+from ...schedules import Stage, StreamName, WeightOwner
+from ...tables import TABLE_TYPES, keys_in_backward, owners_of_parts, tables_in_backward
+from ..shared import Shared
+from ..sparse_batch import SparseBatch
+from .watcher import LookedUp, Watcher
 
 ROW_BITS = 40  # a row is counted as `table << ROW_BITS | row`, so that one pass counts all tables of a rank
 
@@ -45,18 +47,21 @@ class StaleCounts:
         return {table: (stale, read) for table, (stale, read) in counts if read}
 
 
-class StaleRows:
+class StaleRows(Watcher):
     """Counts the stale rows of single batches: each rank those of its shards, then the ranks add up; no host wait."""
 
     def __init__(
-        self, sparse: SparsePipeline, walker: Callable[[], Walker | None], group: dist.ProcessGroup | None
+        self,
+        modules: Mapping[str, Any],
+        shared: Shared,
+        walker: Callable[[], Walker | None],
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._sparse, self._walker, self._group = sparse, walker, group
-        self._streams = sparse.streams
+        self._watchers, self._streams, self._walker, self._group = shared.watchers, shared.streams, walker, group
         # Replicas and tables of the dense optimizer are looked up after their update: no batch ahead has ids of theirs.
         self._modules = {
             name: one
-            for name, one in sparse.modules.items()
+            for name, one in modules.items()
             if isinstance(one, TABLE_TYPES) and WeightOwner.FUSED_BACKWARD in owners_of_parts(one)
         }
         fused = [(name, table) for name, one in self._modules.items() for table in tables_in_backward(one)]
@@ -72,7 +77,13 @@ class StaleRows:
 
     def keep_ids(self, keep: bool) -> None:
         """Set whether coming lookups keep their ids; `count` needs the ids of the last `staleness + 1` lookups."""
-        self._sparse.keep_ids = keep
+        self._watchers.remove(self)
+        if keep:
+            self._watchers.add(self)
+
+    @override
+    def looks_up(self, flight: LookedUp) -> None:
+        flight.ids = flight.dist_input  # gone with the batch, also if the fit fails
 
     def count(self) -> StaleCounts | None:
         """Start to count the rows of the batch looked up last, if it missed updates; all ranks call this together."""
@@ -114,7 +125,7 @@ class StaleRows:
         return StaleCounts(self.tables, on_host, self._streams, self._streams.record(StreamName.SIDE))
 
 
-def _looked_up_last(in_flight: Mapping[int, SparseFlight]) -> list[SparseFlight]:
+def _looked_up_last(in_flight: Mapping[int, SparseBatch]) -> list[SparseBatch]:
     """Return the batch looked up last, then those whose updates it did not see; [] unless all are still in flight."""
     latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.issued), default=None)
     if latest is None or not (num_unseen := in_flight[latest].num_unseen):

@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ..schedules import WeightOwner
-from ..tables import answer_tensors, owners_of, spec_of, table_by_name, tables_in_backward, tables_of
-from ..text import some
-from .deferred_update import DeferredUpdate
-from .options import SparseOptions
+from ...runtime import Flight
+from ...schedules import WeightOwner
+from ...tables import answer_tensors, owners_of, spec_of, table_by_name, tables_in_backward, tables_of
+from ...text import some
+from ..deferred_update import DeferredUpdate
+from ..options import SparseOptions
+from .watcher import Arguments, CalledModule, Watcher
 
 NUM_BACKWARDS = 8
 """Backwards of a fit after which tables without a gradient are warned of."""
 
 
-class GradientWatch:
+class GradientWatch(Watcher):
     """Watches which modules' embeddings get a gradient, until each table has got one.
 
     DistributedDataParallel stops at a parameter without a gradient. A fused table has none to look for: if its module
@@ -31,9 +34,8 @@ class GradientWatch:
     has to reach both ends in the same backward, once for each module; embeddings that a loss leaves out reach neither.
     """
 
-    def __init__(self, all_modules: Mapping[str, Any], options: SparseOptions) -> None:
+    def __init__(self, modules: Mapping[str, Any], options: SparseOptions) -> None:
         self._options = options
-        modules = all_modules if options.trains else {}
         trained = {name: _trained_tables(module) for name, module in modules.items()}
         self._waiting = {name: tables for name, tables in trained.items() if tables}  # module -> without a gradient yet
         self._fused = {name: frozenset(tables) for name, tables in self._waiting.items()}
@@ -44,57 +46,38 @@ class GradientWatch:
         self._unproven: dict[str, list[DeferredUpdate]] = {name: [] for name in self._waiting}
         self._num_watched = dict.fromkeys(self._waiting, 0)  # answers of theirs with such gaps
 
-    def note_call(self, name: str) -> None:
-        """Note a call of a module in a step, in the caller's grad mode."""
+    @override
+    def called(self, forward: CalledModule, arguments: Arguments, flight: Flight | None, *, in_backward: bool) -> None:
+        name = forward.name
         if name in self._waiting:
             self._called[name] = self._called.get(name, False) or torch.is_grad_enabled()
 
-    def watch(self, name: str, answer: Any) -> None:
-        """Note the first gradient that reaches a module's answer; of sequences, by table."""
-        if name not in self._waiting:
-            return
-        for tables, part in self._parts(name, answer):
-            for tensor in answer_tensors(part):
-                tensor.register_hook(partial(self._note_gradient, name, tables))
+    @override
+    def received(self, name: str, embeddings: Any, deferred: DeferredUpdate | None) -> None:
+        """Note the first gradient that reaches the embeddings; of sequences, by table.
 
-    def watch_gaps(self, name: str, answer: Any, deferred: DeferredUpdate) -> None:
-        """Watch an answer whose graph has gaps, until a gradient has passed the gaps of the module."""
-        if name not in self._unproven:
-            return
-        self._num_watched[name] += 1
-        for tables, part in self._parts(name, answer):
-            if self._fused[name].intersection(tables):
+        Also watch embeddings whose graph has gaps, until a gradient has passed the gaps of the module.
+        """
+        if name in self._waiting:
+            for tables, part in self._parts(name, embeddings):
                 for tensor in answer_tensors(part):
-                    tensor.register_hook(partial(self._note_at_gap, name, deferred))
+                    tensor.register_hook(partial(self._note_gradient, name, tables))
+        if name in self._unproven and deferred:
+            self._num_watched[name] += 1
+            for tables, part in self._parts(name, embeddings):
+                if self._fused[name].intersection(tables):
+                    for tensor in answer_tensors(part):
+                        tensor.register_hook(partial(self._note_at_gap, name, deferred))
 
     def _note_at_gap(self, name: str, deferred: DeferredUpdate, gradient: Tensor | None) -> None:
         if gradient is not None and name in self._unproven:
             self._unproven[name].append(deferred)
 
-    def begin_backward(self) -> None:
-        """Begin the backward of a loss: gradients that the step has computed by itself do not count."""
+    @override
+    def backward_begins(self) -> None:
+        """Gradients that the step has computed by itself do not count."""
         for reached in self._unproven.values():
             reached.clear()
-
-    def _check_gaps(self) -> None:
-        for name, reached in [(name, reached) for name, reached in self._unproven.items() if reached]:
-            if not all(deferred.got_gradient for deferred in reached):
-                raise RuntimeError(
-                    f"the backward of {self._options.method} has computed the gradient of the embeddings of {name!r}, "
-                    f"and none has reached its tables ({some(sorted(self._fused[name]))}): they would not be trained. "
-                    "What uses the embeddings first keeps no graph (a trace or a transformation of functions). Read "
-                    "their tensors before it (values(), to_dict()), or train with pipeline='fused_sparse_dist'."
-                )
-            del self._unproven[name]
-        for name in self._unproven:
-            if self._num_watched[name] == NUM_BACKWARDS and name not in self._waiting:
-                tables = some(sorted(self._fused[name]))
-                self._warn(
-                    name,
-                    f"no gradient reaches tables of {name!r} ({tables}) any more since they are looked up early: their "
-                    "embeddings do not reach the loss, or what uses them first keeps no graph. Unless you detach "
-                    "them, read their tensors before it (values(), to_dict()).",
-                )
 
     def _warn(self, name: str, problem: str) -> None:
         known = name, "no gradient"
@@ -119,12 +102,30 @@ class GradientWatch:
             if not self._waiting[name]:
                 del self._waiting[name]
 
-    def end_backward(self) -> None:
+    @override
+    def backward_ends(self) -> None:
         """Count a backward; after `NUM_BACKWARDS` warn of the tables that no gradient has reached.
 
         Raises a RuntimeError if the gradient of a module's embeddings has not passed the gaps in their graph.
         """
-        self._check_gaps()
+        for name, reached in [(name, reached) for name, reached in self._unproven.items() if reached]:
+            if not all(deferred.got_gradient for deferred in reached):
+                raise RuntimeError(
+                    f"the backward of {self._options.method} has computed the gradient of the embeddings of {name!r}, "
+                    f"and none has reached its tables ({some(sorted(self._fused[name]))}): they would not be trained. "
+                    "What uses the embeddings first keeps no graph (a trace or a transformation of functions). Read "
+                    "their tensors before it (values(), to_dict()), or train with pipeline='fused_sparse_dist'."
+                )
+            del self._unproven[name]
+        for name in self._unproven:
+            if self._num_watched[name] == NUM_BACKWARDS and name not in self._waiting:
+                tables = some(sorted(self._fused[name]))
+                self._warn(
+                    name,
+                    f"no gradient reaches tables of {name!r} ({tables}) any more since they are looked up early: their "
+                    "embeddings do not reach the loss, or what uses them first keeps no graph. Unless you detach "
+                    "them, read their tensors before it (values(), to_dict()).",
+                )
         if self._num_left:
             self._num_left -= 1
             if not self._num_left:
