@@ -17,6 +17,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from lightning_overlap import EmbeddingDeltas
 from lightning_overlap.deltas import FileName, Replica, parse_names
+from lightning_overlap.storage import Piece, joined
 
 from ..support.cases import Batches, Case, Model
 from ..support.fits import make_strategy, make_trainer
@@ -35,14 +36,14 @@ class Files:
     def __str__(self) -> str:
         return f"Files({self.folder.name})"
 
-    def write(self, name: str, content: bytes) -> None:
+    def put(self, name: str, pieces: Sequence[Piece]) -> None:
         found = FileName.parse(name)
         assert found is not None
         if self.fails_at is not None and found.step >= self.fails_at and found.rank == found.world_size - 1:
             raise self.error("no space left")
         time.sleep(self.delay_s)
         self.folder.mkdir(exist_ok=True)
-        (self.folder / f".{name}").write_bytes(content)
+        (self.folder / f".{name}").write_bytes(joined(pieces))
         (self.folder / f".{name}").rename(self.folder / name)
 
     def names(self) -> Iterable[str]:
@@ -54,9 +55,6 @@ class Files:
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        pass
 
 
 def shards_of(module: LightningModule) -> Windows:

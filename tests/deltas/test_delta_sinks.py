@@ -4,7 +4,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_overlap.deltas import DiskStore, FileName, Replica
+from lightning_overlap.storage import Piece
 
 from ..support.cases import Case, TableSpec
 from ..support.ranks import Ranks
@@ -22,7 +23,7 @@ CASE = Case("sinks", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1",), "row_wi
 
 
 class Hangs(Files):
-    """Never returns from `call` on the last rank, or from `names` on any; from `write` from a step on."""
+    """Never returns from `call` on the last rank, or from `names` on any; from `put`, "write", from a step on."""
 
     def __init__(self, folder: str, call: str, step: int = 0) -> None:
         super().__init__(folder)
@@ -36,11 +37,11 @@ class Hangs(Files):
         self._hang("names")
         return super().names()
 
-    def write(self, name: str, content: bytes) -> None:
+    def put(self, name: str, pieces: Sequence[Piece]) -> None:
         found = FileName.parse(name)
         if found is not None and found.step >= self.step:
             self._hang("write")
-        super().write(name, content)
+        super().put(name, pieces)
 
     def close(self) -> None:
         self._hang("close")
@@ -100,7 +101,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_half_a_part_is_none(two_ranks:
     found = two_ranks.run(fit_with_full_disk, str(tmp_path))
     for said, tables in found:
         assert len(tables) < 200
-        assert f"cannot write to the folder of embedding deltas {str(tmp_path)!r}: File too large" in said
+        assert f"cannot write to {str(tmp_path)!r}: File too large" in said
     assert all(FileName.parse(path.name) for path in tmp_path.iterdir())  # what is half written is gone
     assert_equal(tmp_path, [(tables, {}) for _, tables in found])
 
