@@ -19,6 +19,9 @@ CHECKSUMS_NAME = "checksums.json"
 OF_A_DISK = re.compile(r"meta\.pt|increment\.pt|\.metadata|__\d+_\d+\.distcp|rows\.json|rows_\d+_\d+\.pt")
 """The names of the files of a checkpoint that lie in its folder itself: on a disk, or copied from one."""
 
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{32}\.unfinished")
+"""The names of files that a killed process has not written to their end."""
+
 SAVE_NAME = re.compile(r"[0-9a-f]{32}")
 """The identity of a save, and the name of its folder in an object store."""
 
@@ -41,7 +44,7 @@ class DamagedError(ValueError):
 
 def is_own_file(name: str) -> bool:
     """Return whether a file of a checkpoint on a disk may have this name."""
-    return name == CHECKSUMS_NAME or OF_A_DISK.fullmatch(name) is not None
+    return name == CHECKSUMS_NAME or any(one.fullmatch(name) for one in (OF_A_DISK, LEFTOVER))
 
 
 def others_in(names: Iterable[str], read: Callable[[str], bytes], *, in_store: bool = False) -> list[str]:

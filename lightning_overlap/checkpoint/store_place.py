@@ -24,7 +24,15 @@ from typing_extensions import override
 from ..storage import ObjectStore, is_address, without_protocol
 from ..text import without_secrets
 from .checksums import CheckpointFiles, Checksums, read_checksums
-from .not_checkpoints import BASE_FOLDER, CHECKSUMS_NAME, OF_A_DISK, SAVE_NAME, DamagedError, check_replaceable
+from .not_checkpoints import (
+    BASE_FOLDER,
+    CHECKSUMS_NAME,
+    LEFTOVER,
+    OF_A_DISK,
+    SAVE_NAME,
+    DamagedError,
+    check_replaceable,
+)
 from .places import LocalPlace, Place
 
 READ_ONLY = ("http://", "https://")
@@ -255,7 +263,7 @@ class StorePlace:
         """
         store = self._store
         names = store.names(self.name)
-        store.remove(f"{self.name}/{name}" for name in names if OF_A_DISK.fullmatch(name))
+        store.remove(f"{self.name}/{name}" for name in names if OF_A_DISK.fullmatch(name) or LEFTOVER.fullmatch(name))
         if BASE_FOLDER in names:
             base = f"{self.name}/{BASE_FOLDER}"
             inside = [name for name in store.names(base) if OF_A_DISK.fullmatch(name)]

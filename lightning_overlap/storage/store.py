@@ -97,7 +97,7 @@ class Words:
         if hides and isinstance(err, ValueError):  # it may name any piece of an address that it cannot read
             return f"{name}; if its password has @ / : ? or #, write %40 %2F %3A %3F %23 for them"
         if isinstance(err, OSError) and err.strerror and err.errno:  # the system's words, such as "File too large"
-            return err.strerror
+            return err.strerror if err.filename is None else f"{err.strerror}: {err.filename!r}"
         text = message_without_secrets(str(err), self.address)
         for secret in secrets:
             text = text.replace(secret, "***")

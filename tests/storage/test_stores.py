@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
+from lightning_overlap.checkpoint.not_checkpoints import LEFTOVER
 from lightning_overlap.storage import (
     DiskStore,
     ObjectStore,
@@ -161,3 +163,19 @@ def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> N
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
 def test_pieces_are_joined(pieces: list[bytes]) -> None:
     assert joined([memoryview(one) if number % 2 else one for number, one in enumerate(pieces)]) == b"".join(pieces)
+
+
+def test_a_file_system_without_whole_puts_gets_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fsspec's local one: a put that is killed leaves the former file, and another name beside it."""
+    store = ObjectStore(f"file://{tmp_path}")
+    store.put("a/b", [b"former"])
+    with monkeypatch.context() as killed:
+        killed.setattr(type(store._files), "mv", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(type(store._files), "rm_file", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.put("a/b", [b"new"])
+    assert store.read("a/b") == b"former"
+    [left] = set(store.names("a")) - {"b"}
+    assert LEFTOVER.fullmatch(left)
+    store.put("a/b", [b"new"])
+    assert store.read("a/b") == b"new"
