@@ -18,8 +18,8 @@ LEAVE_S = 3.0  # how long a process that keeps the store waits at its end for ra
 class SharedCalls:
     """Lets ranks meet before a collective that a user's code calls on every rank, or should call.
 
-    The trainer's own way is divided into stages (`begin_stage`), the same on all ranks. In each of them the ranks make
-    the same calls. A rank that waits for another one learns of it when that one begins its next stage, or ends.
+    The trainer's own way is divided into parts (`begin_shared_calls`), the same on all ranks. In each of them the ranks
+    make the same calls. A rank that waits for another one learns of it when that one begins its next part, or ends.
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class SharedCalls:
         self._mismatches = Mismatches(store, key, rank, num_ranks, timeout_s, counts_steps=False, num_failed=num_failed)
         self.key = key
         self._store, self._num_ranks, self._timeout_s = store, num_ranks, timeout_s
-        self._rank, self._stage, self._num_calls = rank, 0, 0
+        self._rank, self._part, self._num_calls = rank, 0, 0
         _open.add(self)
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # before the process groups end
 
-    def begin_stage(self) -> None:
-        """Note that this rank has made all calls of the present stage, and begin the next one."""
-        self._mismatches.passed((_POINT, self._num_calls + 1), self._stage)
-        self._stage, self._num_calls = self._stage + 1, 0
+    def begin_shared_calls(self) -> None:
+        """Note that this rank has made all calls of the present part, and begin the next one."""
+        self._mismatches.passed((_POINT, self._num_calls + 1), self._part)
+        self._part, self._num_calls = self._part + 1, 0
 
     def meet(self, call: str, advice: str) -> None:
         """Wait until all ranks make this call.
@@ -46,7 +46,7 @@ class SharedCalls:
         """
         try:
             other = self._mismatches.other(
-                (_POINT, self._num_calls + 1), self._stage, call, waits=f"in its call of {call}"
+                (_POINT, self._num_calls + 1), self._part, call, waits=f"in its call of {call}"
             )
         except dist.DistError as err:  # the store ends with the rank that keeps it
             raise RuntimeError(f"rank {self._rank} calls {call}, and another rank has ended. {advice}") from err
@@ -59,9 +59,9 @@ class SharedCalls:
         """Tell ranks that still wait, or will wait, that this rank makes no more calls."""
         _open.discard(self)
         self._mismatches.passed(
-            (_POINT, self._num_calls + 1), self._stage, starts_thread=False
+            (_POINT, self._num_calls + 1), self._part, starts_thread=False
         )  # an ending process may start none
-        self._stage, self._num_calls = self._stage + 1, 0
+        self._part, self._num_calls = self._part + 1, 0
         self._mismatches.end()
 
     def wait_for_others(self, timeout_s: float) -> None:

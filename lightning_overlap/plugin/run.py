@@ -337,10 +337,10 @@ class HasRun(Strategy):
 
     # Exchanges between ranks.
 
-    def _begin_stage(self) -> None:
-        """Begin the next stage of a run; all ranks call this alike, before they wait for each other."""
+    def _begin_shared_calls(self) -> None:
+        """Begin the next part of a run; all ranks call this alike, before they wait for each other."""
         if self._shared_calls is not None:
-            self._shared_calls.begin_stage()
+            self._shared_calls.begin_shared_calls()
 
     def leave_groups(self) -> None:
         """Forget the process groups of earlier runs."""
@@ -371,7 +371,7 @@ class HasRun(Strategy):
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, any picklable object, by rank; all ranks call this and wait."""
-        self._begin_stage()
+        self._begin_shared_calls()
         return [value] if self._consensus is None else self._consensus.gather(value)
 
     def _learning_rates(self) -> Rates:
@@ -380,10 +380,10 @@ class HasRun(Strategy):
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to find the minima over all ranks; return a function that waits for them. All ranks call this alike."""
-        self._begin_stage()
+        self._begin_shared_calls()
         return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether any rank passes True; all ranks call this and wait for each other."""
-        self._begin_stage()
+        self._begin_shared_calls()
         return flag if self._consensus is None else self._consensus.any(flag)

@@ -77,7 +77,7 @@ class WalksSteps(HasRun):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_stage()
+        self._begin_shared_calls()
         staged = args[0] if args else None
         if not isinstance(staged, StagedBatch):
             return super().training_step(*args, **kwargs)
@@ -95,22 +95,22 @@ class WalksSteps(HasRun):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_stage()
+        self._begin_shared_calls()
         return _evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_stage()
+        self._begin_shared_calls()
         return _evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_stage()
+        self._begin_shared_calls()
         return _evaluate(super().predict_step, *args, **kwargs)
 
     def take_part(self, walker: Walker, flight: Flight) -> None:
         """Take part in the lookups of a batch of an evaluation that this rank lacks and others have."""
-        self._begin_stage()
+        self._begin_shared_calls()
         with self.precision_plugin.val_step_context(), walker.forward():
             flight.take_part()
         walker.after(Stage.DENSE_FORWARD)
@@ -178,7 +178,7 @@ class WalksSteps(HasRun):
 
     @override
     def on_train_end(self) -> None:
-        self._begin_stage()
+        self._begin_shared_calls()
         super().on_train_end()
         if self._fit is not None:
             self._fit.finish()
@@ -190,7 +190,7 @@ class WalksSteps(HasRun):
         return module is not None and module.automatic_optimization
 
     def _after(self, stage: Stage) -> None:
-        self._begin_stage()
+        self._begin_shared_calls()
         self._num_stages_done += 1
         if (walker := self._walker) is not None:
             walker.after(stage)

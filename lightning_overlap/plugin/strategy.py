@@ -444,7 +444,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
             balancer=balancer,
             rates_now=self._learning_rates if trains else Rates,
         )
-        return LookaheadFetcher(stream, step_arguments, self._begin_stage, next_number)
+        return LookaheadFetcher(stream, step_arguments, self._begin_shared_calls, next_number)
 
     def make_walker(self, stream: BatchStream) -> Walker:
         """Make the walker of training, or of the evaluation that has begun, with its source of batches."""
@@ -494,7 +494,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         assert run is not None
         if run.fit is not None:
             run.fit.disturbs(method)
-        self._begin_stage()
+        self._begin_shared_calls()
         self.settle_save()
         self.update_tables()
         if method not in run.pipelines:
@@ -511,7 +511,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
 
     def end_evaluation(self) -> None:
         """Complete the work that was started for batches that are not evaluated, on all ranks alike."""
-        self._begin_stage()
+        self._begin_shared_calls()
         run = self._run
         assert run is not None
         if run.evaluation is not None and run.evaluation.walker is not None:

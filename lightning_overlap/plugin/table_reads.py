@@ -193,7 +193,7 @@ class ReadsTables(FailsTogether):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._begin_stage()
+        self._begin_shared_calls()
         return super().broadcast(obj, src)
 
     @override
@@ -217,7 +217,7 @@ class ReadsTables(FailsTogether):
 
         If a rank does not make it, the error says which one.
         """
-        self._begin_stage()
+        self._begin_shared_calls()
         if self._run is not None and self._consensus is not None and not self._interrupted:
             self._waits_in = call
             self._consensus.meet(call)

@@ -17,7 +17,7 @@ def test_ranks_meet_in_every_call_of_every_stage(ranks: list[SharedCalls]) -> No
         for stage in range(4):
             for call in range(stage):
                 ranks[rank].meet(f"read {call}", "")
-            ranks[rank].begin_stage()
+            ranks[rank].begin_shared_calls()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(go, range(2)))
@@ -29,7 +29,7 @@ def test_a_rank_that_goes_on_is_named(ranks: list[SharedCalls], num_before: int)
         for _ in range(num_before):
             list(pool.map(lambda one: one.meet("read", ""), ranks))
         waiting = pool.submit(ranks[0].meet, "read", "Call it on all.")
-        ranks[1].begin_stage()
+        ranks[1].begin_shared_calls()
         with pytest.raises(RuntimeError, match=r"rank 0 calls read, rank 1 goes on without it\. Call it on all\."):
             waiting.result()
 
@@ -60,7 +60,7 @@ def test_a_rank_goes_on_after_the_store_has_ended() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     calls = SharedCalls(client, "run", 1, 2, timeout_s=5)
-    calls.begin_stage()
+    calls.begin_shared_calls()
     del server
     later = calls.end_and_follow("after the run")
     with pytest.raises(RuntimeError, match="another rank has ended"):

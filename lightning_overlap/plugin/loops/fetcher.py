@@ -30,14 +30,18 @@ class LookaheadFetcher(StagedFetcher):
         self,
         stream: BatchStream,
         step_arguments: StepArguments,
-        begin_stage: Callable[[], None],
+        begin_shared_calls: Callable[[], None],
         next_number: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(stream.inner)
         self.stream = stream
         self.walker: Walker | None = None  # the loop sets it before it takes the first batch
         self.take_part: Callable[[Flight], None] | None = None  # what an evaluation does for a batch of other ranks
-        self._step_arguments, self._begin_stage, self._next_number = step_arguments, begin_stage, next_number
+        self._step_arguments, self._begin_shared_calls, self._next_number = (
+            step_arguments,
+            begin_shared_calls,
+            next_number,
+        )
         self._forget()
 
     def _forget(self) -> None:
@@ -70,7 +74,7 @@ class LookaheadFetcher(StagedFetcher):
     def drop(self) -> None:
         """Drop the batches that were fetched ahead, on all ranks alike."""
         self.stream.forget()
-        self._begin_stage()
+        self._begin_shared_calls()
         if self.walker is not None:
             self.walker.drain()
         self._forget()
@@ -98,7 +102,7 @@ class LookaheadFetcher(StagedFetcher):
         # A None batch comes after the walker has begun the batch that follows: by then all ranks have compared them.
         if self._waiting is None and not self._has_ended:
             self.stream.epoch.allow(self.walker.num_trained)
-            self._begin_stage()
+            self._begin_shared_calls()
             self._waiting = self.walker.next_batch()
             while self._waiting is not None and self._waiting.is_padding:  # of other ranks: this one has no more
                 self._join_lookups(self._waiting)
@@ -120,7 +124,7 @@ class LookaheadFetcher(StagedFetcher):
     def _join_lookups(self, flight: Flight) -> None:
         assert self.take_part is not None, "the loop of an evaluation sets it"
         self.take_part(flight)
-        self._begin_stage()
+        self._begin_shared_calls()
 
     def _take_none(self) -> None:
         """Make the next None batch the one to deliver: it comes before the walker's batch, or ends the epoch."""
