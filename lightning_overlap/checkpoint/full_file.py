@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
-from ..storage import ObjectStore
+from ..storage import put_file
 from ..tables import hands_out_rows, rate_setter, sharded_modules
 from ..text import some, without_secrets
 from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
@@ -119,19 +119,12 @@ def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also
 
 
 def upload_file(content: dict[str, Any] | None, address: str, group: Group) -> None:
-    """Write a result of `gather_checkpoint` to an address of fsspec; every rank raises an OSError if it failed.
-
-    Not by Lightning's CheckpointIO: it goes on without a word if the store denies access.
-    """
+    """Write a result of `gather_checkpoint` to an address of fsspec; every rank raises an OSError if it failed."""
 
     def write() -> None:
         buffer = io.BytesIO()
         torch.save(content, buffer)
-        folder, _, name = address.rpartition("/")
-        try:
-            ObjectStore(f"{folder}/").put(name, [buffer.getvalue()])
-        except (ImportError, ValueError) as err:
-            raise OSError(str(err)) from None
+        put_file(address, buffer.getvalue())
 
     with writing(without_secrets(address)):
         on_rank_zero(write, group)

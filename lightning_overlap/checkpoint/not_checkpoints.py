@@ -66,7 +66,8 @@ def check_replaceable(
     the folder has other files as well.
     """
     inside = list(names)
-    if all(in_store and SAVE_NAME.fullmatch(name) for name in inside):  # nothing, or the leftovers of a save
+    left = (SAVE_NAME, LEFTOVER)
+    if all(in_store and any(one.fullmatch(name) for one in left) for name in inside):  # nothing, or what a save left
         return
     others = others_in(inside, read, in_store=in_store)
     if CHECKSUMS_NAME in inside and (not others or _IS_OURS.search(read(CHECKSUMS_NAME))):

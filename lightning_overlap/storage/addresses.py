@@ -12,12 +12,7 @@ _ON_DISK = ("file://", "local://")  # fsspec's addresses of local files
 
 def is_address(path: object) -> bool:
     """Return whether a path is an address that fsspec reads, and not a local file."""
-    return "://" in str(path) and not is_on_disk(path)
-
-
-def is_on_disk(path: object) -> bool:
-    """Return whether a path is one of fsspec's addresses of local files."""
-    return str(path).startswith(_ON_DISK)
+    return "://" in str(path) and not str(path).startswith(_ON_DISK)
 
 
 def without_protocol(path: str) -> str:
@@ -41,4 +36,4 @@ def store_at(address: str | os.PathLike[str]) -> Store:
         return RedisStore(text)
     if is_address(text) or "::" in text:
         return ObjectStore(text)
-    return DiskStore(without_protocol(text))
+    return DiskStore(text if (path := without_protocol(text)) == text else os.path.expanduser(path))

@@ -3,7 +3,7 @@
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -36,30 +36,27 @@ class DiskStore:
 
     def put(self, name: str, pieces: Sequence[Piece]) -> None:
         """Keep a file, without joining its pieces."""
-        with self._errors("write to"):
+        with self._words.errors("write to"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self.folder / name) as file:
                 file.writelines(pieces)
 
     def read(self, name: str) -> bytes:
         """Return a file; a FileNotFoundError if there is none."""
-        with self._errors("read"):
+        with self._words.errors("read", name):
             return (self.folder / name).read_bytes()
 
     def names(self) -> list[str]:
         """Return the names of all files and folders; empty without the folder."""
-        with self._errors("read"), suppress(FileNotFoundError):
+        with self._words.errors("read"), suppress(FileNotFoundError):
             return sorted(os.listdir(self.folder))
         return []
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files."""
-        with self._errors("remove files of"):
+        with self._words.errors("remove files of"):
             for name in names:
                 (self.folder / name).unlink(missing_ok=True)
-
-    def _errors(self, what: str) -> AbstractContextManager[None]:
-        return self._words.errors(what)
 
 
 @contextmanager

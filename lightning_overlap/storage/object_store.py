@@ -3,7 +3,7 @@
 import os
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from glob import has_magic
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import fsspec
+from fsspec.spec import AbstractFileSystem
 
 from ..text import without_secrets
 from .store import Piece, Words, joined
@@ -18,7 +19,9 @@ from .store import Piece, Words, joined
 _WHOLE_PUTS = frozenset(  # file systems with atomic writes
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
 )
+_RENAMES_OVER = frozenset({"file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"})  # whose `mv` replaces a file
 _OPENING = (ImportError, ValueError)
+_ADVICE = "Choose a folder that exists or can be made, and is writable."
 
 
 class ObjectStore:
@@ -36,15 +39,12 @@ class ObjectStore:
     """
 
     def __init__(self, address: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
-        self.address = os.fspath(address)
-        self.options = dict(options or {})
-        advice = "Choose a folder that exists or can be made, and is writable."
-        self._words = Words(str(self), self.address, advice, self.options)
+        self.address, options = os.fspath(address), dict(options or {})
+        self._words = Words(str(self), self.address, _ADVICE, options)
         with self._words.errors("open", keeps=_OPENING):
             # Others write there too: a listing that is kept may be old.
-            self._files, root = fsspec.core.url_to_fs(self.address, use_listings_cache=False, **self.options)
-        self._root = root.rstrip("/")
-        self._words = Words(str(self), self.address, advice, self._files.storage_options)  # and its configuration
+            self._files, self._folder = fsspec.core.url_to_fs(self.address, use_listings_cache=False, **options)
+        self._words = Words(str(self), self.address, _ADVICE, self._files.storage_options)  # and its configuration
 
     def __str__(self) -> str:
         return without_secrets(self.address)
@@ -55,6 +55,7 @@ class ObjectStore:
     def check(self) -> None:
         """Make the folder, and write and remove a file."""
         name = f".{uuid.uuid4().hex}.check"
+        self.make_folder("")
         self.put(name, [b"check"])
         self.remove([name])
 
@@ -62,7 +63,7 @@ class ObjectStore:
 
     def read(self, name: str) -> bytes:
         """Return a file; a FileNotFoundError if there is none."""
-        with self._words.errors("read"):
+        with self._words.errors("read", name):
             return bytes(self._files.cat_file(self._path(name)))
 
     @contextmanager
@@ -70,13 +71,13 @@ class ObjectStore:
         """Within this context a copy of a file lies at the returned path, in a temporary folder (of `TMPDIR`)."""
         with tempfile.TemporaryDirectory(prefix="lightning_overlap.") as folder:
             path = Path(folder) / "file"
-            with self._words.errors("read"):
+            with self._words.errors("read", name):
                 self._files.get_file(self._path(name), str(path))
             yield path
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes; a FileNotFoundError if there is none."""
-        with self._words.errors("read"):
+        with self._words.errors("read", name):
             return int(self._files.info(self._path(name))["size"])
 
     def kind(self, name: str) -> Literal["file", "directory"] | None:
@@ -84,7 +85,7 @@ class ObjectStore:
 
         Not by fsspec's `isfile` and `isdir`: they return False for every error, as if there were none.
         """
-        with self._words.errors("read"):
+        with self._words.errors("read", name):
             try:
                 found: Literal["file", "directory"] = self._files.info(self._path(name))["type"]
                 return found
@@ -93,7 +94,7 @@ class ObjectStore:
 
     def modified(self, name: str) -> float:
         """Return when a file was written: seconds by the store's clock."""
-        with self._words.errors("read"):
+        with self._words.errors("read", name):
             when = self._files.modified(self._path(name))
             return float(when.timestamp() if isinstance(when, datetime) else when)
 
@@ -103,7 +104,7 @@ class ObjectStore:
         with self._words.errors("read"), suppress(FileNotFoundError):
             self._files.invalidate_cache(path)
             listed = [one.rstrip("/") for one in self._files.ls(path, detail=False)]
-            return sorted(one.rpartition("/")[2] for one in listed if one != path)  # a file lists itself
+            return sorted(one.rpartition("/")[2] for one in listed if one != path.rstrip("/"))  # a file lists itself
         return []
 
     # -- writing
@@ -112,15 +113,17 @@ class ObjectStore:
         """Keep a file."""
         files, path = self._files, self._path(name)
         with self._words.errors("write to"):
-            puts_whole = _WHOLE_PUTS.intersection(
-                [files.protocol] if isinstance(files.protocol, str) else files.protocol
-            )
-            if puts_whole or has_magic(path):  # fsspec's renaming would take the name for a pattern
+            if self._is_any_of(_WHOLE_PUTS):
                 files.pipe_file(path, joined(pieces))
                 return
             folder, _, last = path.rpartition("/")
-            unfinished = f"{folder}/.{last}.{uuid.uuid4().hex}.unfinished"
             files.makedirs(folder, exist_ok=True)
+            # fsspec's own `mv` copies, and takes a name for a pattern. Others rename, some only to a new name.
+            renames = type(files).mv is not AbstractFileSystem.mv
+            if not renames or (files.exists(path) and not self._is_any_of(_RENAMES_OVER)):
+                files.pipe_file(path, joined(pieces))
+                return
+            unfinished = f"{folder}/.{last}.{uuid.uuid4().hex}.unfinished"
             try:
                 files.pipe_file(unfinished, joined(pieces))
                 files.mv(unfinished, path)
@@ -128,6 +131,10 @@ class ObjectStore:
                 with suppress(Exception):
                     files.rm_file(unfinished)
                 raise
+
+    def _is_any_of(self, protocols: Collection[str]) -> bool:
+        own = self._files.protocol
+        return any(one in protocols for one in ([own] if isinstance(own, str) else own))
 
     @contextmanager
     def opened(self, name: str) -> Iterator[IO[bytes]]:
@@ -182,4 +189,13 @@ class ObjectStore:
             fsspec.core.url_to_fs(self.address)[0].invalidate_cache()
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        return f"{self._folder.rstrip('/')}/{name}" if name else self._folder
+
+
+def put_file(address: str, content: bytes) -> None:
+    """Write a file at an exact address of fsspec, also one without a folder (http, a chain of addresses)."""
+    # Not by Lightning's CheckpointIO: it goes on without a word if the store denies access.
+    with Words(without_secrets(address), address, _ADVICE).errors("write to"):
+        files, path = fsspec.core.url_to_fs(address)
+        with files.transaction:
+            files.pipe_file(path, content)

@@ -63,7 +63,7 @@ class RedisStore:
 
     def read(self, name: str) -> bytes:
         """Return a file; a FileNotFoundError if there is none."""
-        with self._words.errors("read"):
+        with self._words.errors("read", name):
             content = self._client.get(self._file_key(name))
             if content is None:
                 raise FileNotFoundError(name)

@@ -18,9 +18,11 @@ Piece: TypeAlias = bytes | memoryview  # bytes of a file; a view's memory is reu
 class Store(Protocol):
     """Keeps files by name. Any number of processes read at the same time.
 
-    `read` raises a FileNotFoundError without the file. All methods raise an OSError (a `StoreError`) if the disk or the
-    server fails. A pickled copy opens its own connection at the first use. A store may also have `check()`, which
-    raises if files cannot be written, and `close()`, which closes connections: the next call opens them again.
+    Each rank uses its own pickled copy, which has to open its connection at the first use. `read` raises a
+    FileNotFoundError without the file; all methods raise an OSError (`StoreError`, say) if the disk or the server
+    fails. A store that cannot be read may return no names: then every fit that sends deltas begins with a base. A store
+    may also have `check()`, which raises if files cannot be written, and `close()`, which closes connections: the next
+    call opens them again.
     """
 
     def put(self, name: str, pieces: Sequence[Piece]) -> None:
@@ -44,6 +46,14 @@ class StoreError(OSError):
     """A store cannot be reached, read or written."""
 
 
+class MissingFileError(StoreError, FileNotFoundError):
+    """A store has no such file."""
+
+
+class RefusedError(StoreError, PermissionError):
+    """A store refuses this user."""
+
+
 def check_store(store: Store) -> None:
     """Raise an OSError if files cannot be written, as far as the store can tell."""
     getattr(store, "check", lambda: list(store.names()))()
@@ -58,6 +68,8 @@ def joined(pieces: Sequence[Piece]) -> bytes:
     """Return the bytes of all pieces, copied without the GIL, which a training thread needs."""
     if len(pieces) == 1 and isinstance(pieces[0], bytes):
         return pieces[0]
+    if not pieces:
+        return b""
     whole = io.BytesIO(bytes(sum(map(len, pieces))))
     with whole.getbuffer() as memory:
         np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces], out=np.frombuffer(memory, np.uint8))
@@ -74,33 +86,47 @@ class Words:
     options: Mapping[str, Any] = field(default_factory=dict)  # whose secrets are not shown either
 
     @contextmanager
-    def errors(self, what: str, *, keeps: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def errors(self, what: str, name: str = "", *, keeps: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Raise a StoreError for any error within this context: what failed, the reason and advice.
 
-        A FileNotFoundError and a PermissionError stay such, and so do `keeps`. The former error is the cause, unless
-        the address or options have secrets: a traceback shows causes as they are. All can be sent to other ranks.
+        `name` is the file's, if it is to be told. Errors of the types `keeps` keep theirs. The former error is the
+        cause, unless the address or options have secrets: a traceback shows causes as they are. All can be sent to
+        other ranks.
         """
         try:
             yield
         except StoreError:
             raise
         except Exception as err:
-            kept: tuple[type[Exception], ...] = (FileNotFoundError, PermissionError, *keeps)
-            kind = next((kind for kind in kept if isinstance(err, kind)), StoreError)
-            secrets = [value for name, value in _texts(self.options) if _SECRET.search(name)]
-            hides = bool(secrets) or without_secrets(self.address) != self.address
-            text = f"cannot {what} {self.store}: {self._reason(err, secrets, hides=hides)}. {self.advice}"
-            raise kind(text) from (None if hides else err)
+            kinds = {FileNotFoundError: MissingFileError, PermissionError: RefusedError} | {one: one for one in keeps}
+            kind = next((kind for of, kind in kinds.items() if isinstance(err, of)), StoreError)
+            advice = f". {self.advice}" if issubclass(kind, StoreError) and kind is not MissingFileError else ""
+            shown = f"{name} of {self.store}" if name else self.store
+            text = f"cannot {what} {shown}: {self._reason(err)}{advice}"
+            raise kind(text) from (None if self._hides else err)
 
-    def _reason(self, err: Exception, secrets: Iterable[str], *, hides: bool) -> str:
-        name = type(err).__name__
-        if hides and isinstance(err, ValueError):  # it may name any piece of an address that it cannot read
+    @property
+    def _hides(self) -> bool:
+        """Whether the address or the options have a secret."""
+        return bool(self._secrets) or without_secrets(self.address) != self.address
+
+    @property
+    def _secrets(self) -> list[str]:
+        return [value for name, value in _texts(self.options) if _SECRET.search(name)]
+
+    def _reason(self, err: Exception) -> str:
+        name, text = type(err).__name__, str(err)
+        if isinstance(err, ValueError) and without_secrets(self.address) != self.address:
+            # It may name any piece of an address that it cannot read.
             return f"{name}; if its password has @ / : ? or #, write %40 %2F %3A %3F %23 for them"
-        if isinstance(err, OSError) and err.strerror and err.errno:  # the system's words, such as "File too large"
-            return err.strerror if err.filename is None else f"{err.strerror}: {err.filename!r}"
-        text = message_without_secrets(str(err), self.address)
-        for secret in secrets:
+        is_of_system = isinstance(err, OSError) and err.errno and err.strerror
+        if isinstance(err, OSError) and is_of_system:  # in the system's words, such as "File too large"
+            text = f"{err.strerror}" if err.filename is None else f"{err.strerror}: {err.filename!r}"
+        text = message_without_secrets(text, self.address)
+        for secret in self._secrets:
             text = text.replace(secret, "***")
+        if is_of_system:
+            return text.rstrip(".")
         return f"{name}: {text.rstrip('.')}" if text else name
 
 

@@ -193,7 +193,6 @@ def fit(
     torch.manual_seed(seed + dist.get_rank())
     model = Model(setting)
     forms: dict[str, Any] = {"checkpoint_format": checkpoint_format, "async_checkpoint": async_checkpoint}
-    # 0: whole again after each increment.
     strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan_of(model), most_increments=10, **forms)
     options: dict[str, Any] = {"max_epochs": epochs, "limit_val_batches": num_val, "num_sanity_val_steps": 0}
     trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, save_at)], **options)

@@ -13,10 +13,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from lightning_overlap.storage import object_store
-
 _actions: list[Callable[[str, str], None]] = []
-object_store._WHOLE_PUTS |= {"objects"}  # as of S3
 
 
 @contextmanager

@@ -217,6 +217,7 @@ class Saved(NamedTuple):
 
     saves_of_rows: set[str]  # the numbers of the saves that have files of rows; none in a whole checkpoint
     is_exact: bool  # whether it has the tables as they were when it was saved
+    num_bytes: int  # of its files of rows; of a whole one, of all
 
 
 def save_each_step(folder: str, *, asynchronous: bool, most: float, others: bool = False) -> list[Saved]:
@@ -233,7 +234,9 @@ def save_each_step(folder: str, *, asynchronous: bool, most: float, others: bool
             tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
             weights = read_folder(path, weights_only=True)["state_dict"]
             is_exact = all(torch.equal(weights[f"ebc.embedding_bags.{name}.weight"], tables[name]) for name in tables)
-            found.append(Saved({file.name.split("_")[1] for file in path.glob("rows_*")}, is_exact))
+            rows, own = [*path.glob("rows_*")], [one for one in path.iterdir() if one.name != "checksums.json"]
+            num_bytes = sum(file.stat().st_size for file in rows or own)
+            found.append(Saved({file.name.split("_")[1] for file in rows}, is_exact, num_bytes))
             dist.barrier()
 
     model = Model(ROWWISE_ADAGRAD)

@@ -60,6 +60,15 @@ def test_a_checkpoint_is_whole_once_rows_are_many(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.ckpt" for step in range(1, 6)]
 
 
+def test_how_many_rows_are_many(two_ranks: Ranks, tmp_path: Path) -> None:
+    save = partial(saves.save_each_step, asynchronous=False)
+    (whole, first, second, *_), _ = two_ranks.run(save, str(tmp_path / "a"), most=10)
+    most = (first.num_bytes + second.num_bytes) / 2 / whole.num_bytes  # between the rows of one and of both
+    found, _ = two_ranks.run(save, str(tmp_path / "b"), most=most)
+    assert [one.saves_of_rows for one in found] == [set(), {"1"}, {"1", "2"}, set(), {"3"}]
+    assert all(one.is_exact for one in found)
+
+
 @pytest.fixture(params=FORMATS)
 def checkpoint_format(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -6,11 +6,13 @@ import traceback
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 from urllib.parse import quote, quote_plus
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
@@ -25,8 +27,10 @@ from lightning_overlap.storage import (
     check_store,
     close_store,
     joined,
+    put_file,
     store_at,
 )
+from lightning_overlap.storage.store import Words
 from lightning_overlap.text import message_without_secrets, without_secrets
 
 NAMES = [f"{step:02}-{rank}.arrow" for step in (2, 10) for rank in (0, 1)]
@@ -104,6 +108,27 @@ def test_a_password_never_shows_whatever_it_has(scheme: str, user: str, password
     assert MARK not in "".join(line for line in said if "address = " not in line)
 
 
+@given(_SECRETS.filter(bool), st.sampled_from([OSError, PermissionError, FileNotFoundError, RuntimeError, ValueError]))
+def test_no_error_of_a_store_has_a_secret(secret: str, kind: type[Exception]) -> None:
+    """In whatever part of an error it is: the address's password, or an option."""
+    words = Words("the store", f"s3://me:{secret}@host/x", "Try again.", {"client": {"secret_key": secret}})
+    causes = [kind(f"{secret} is wrong"), kind(f"s3://me:{secret}@host/x is wrong")]
+    causes += [kind(5, f"{secret} is wrong", f"/x/{secret}")] if issubclass(kind, OSError) else []
+    for cause in causes:
+        expected = kind if kind is not RuntimeError else StoreError
+        with pytest.raises(expected) as caught, words.errors("read", keeps=(ValueError,)):
+            raise cause
+        assert MARK not in str(caught.value)
+        assert caught.value.__cause__ is None
+
+
+def test_the_reason_of_an_error_stays_if_only_an_option_is_secret() -> None:
+    words = Words("the store", "s3://host/x", "Try again.", {"secret": "abc"})
+    said = r"cannot read a of the store: ValueError: Invalid bucket name\. Try again\."
+    with pytest.raises(StoreError, match=said), words.errors("read", "a"):
+        raise ValueError("Invalid bucket name")
+
+
 @given(
     st.sampled_from(["sig", "SIG", "token", "sas_token", "X-Amz-Signature", "password", "account_key", "accessKeyId"]),
     _SECRETS.filter(lambda one: "&" not in one),
@@ -160,7 +185,7 @@ def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> N
     assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == {NAMES[0]: b"former"}
 
 
-@given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
+@given(st.lists(st.binary(max_size=9), max_size=5))
 def test_pieces_are_joined(pieces: list[bytes]) -> None:
     assert joined([memoryview(one) if number % 2 else one for number, one in enumerate(pieces)]) == b"".join(pieces)
 
@@ -179,3 +204,42 @@ def test_a_file_system_without_whole_puts_gets_whole_files(tmp_path: Path, monke
     assert LEFTOVER.fullmatch(left)
     store.put("a/b", [b"new"])
     assert store.read("a/b") == b"new"
+
+
+class RenamesToNewNames(MemoryFileSystem):
+    """Renames, and not over a file, as some file systems do; fsspec's own `mv` copies."""
+
+    protocol = "renames"
+    store: ClassVar[dict[str, Any]] = {}
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if self.exists(path2):
+            raise FileExistsError(path2)
+        self.cp_file(path1, path2)
+        self.rm_file(path1)
+
+
+def test_a_file_system_that_renames_to_new_names_only(tmp_path: Path) -> None:
+    fsspec.register_implementation("renames", RenamesToNewNames, clobber=True)
+    store = ObjectStore("renames://run[1]/*")  # a pattern, elsewhere
+    check_store(store)
+    for content in (b"former", b"new"):
+        store.put("a", [content])
+        assert store.read("a") == content
+    assert store.names() == ["a"]
+
+
+def test_a_file_at_an_exact_address(tmp_path: Path) -> None:
+    put_file(f"simplecache::file://{tmp_path}/a.ckpt", b"whole")
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("a.ckpt", b"whole")]
+    with pytest.raises(StoreError, match=r"cannot write to nosuch://x: ValueError"):
+        put_file("nosuch://x", b"")
+
+
+def test_what_is_missing_or_refused_is_an_error_of_the_store(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    with pytest.raises(StoreError, match=r"^cannot read a of '.*': No such file or directory: '.*/a'$") as err:
+        store.read("a")
+    assert isinstance(err.value, FileNotFoundError)
+    with pytest.raises(PermissionError), store._words.errors("write to"):
+        raise PermissionError(13, "Permission denied")

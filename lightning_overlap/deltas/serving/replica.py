@@ -78,7 +78,7 @@ class Replica(AbstractContextManager["Replica"]):
     Args:
         target: The tables to update: the trained LightningModule, unsharded, on any device; or a mapping from names in
             its `state_dict` to tensors; or None to make tables, see `state_dict`. (`Tables` write in their own way.)
-        sink: A sink, or its address (see `as_store`).
+        sink: A `Store`, or its address: a path, `redis://...`, or one that fsspec knows.
         start: A file written by `save`, to continue from.
         optimizer_state: Whether to also keep optimizer state, in `optimizer_state`.
         kept_bytes: Cuts up to this size stay in memory between check and write; larger cuts are read twice.
@@ -340,7 +340,7 @@ class Replica(AbstractContextManager["Replica"]):
                 self._chain.forget()
                 problem = err
                 if isinstance(err, FileNotFoundError):
-                    problem = CutError(f"a file was removed after it was listed ({err}): files are being removed.")
+                    problem = CutError(f"a file was removed after it was listed: files are being removed ({err}).")
         raise problem
 
     def _apply(self, move: Move) -> None:
