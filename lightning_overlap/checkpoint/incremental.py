@@ -39,8 +39,7 @@ from .not_checkpoints import (
     is_own_file,
 )
 from .parts import FUSED, MODEL
-from .places import LocalPlace, as_place
-from .places import Place as CheckpointPlace
+from .places import LocalPlace, Place, as_place
 from .store_place import StoredBase, StorePlace
 from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
 
@@ -48,7 +47,7 @@ ROWS_NAME = "rows.json"
 SETTLES_WITHIN_S = 1.0
 """How long the thread that writes leaves the interpreter to the one that trains, which settles in its next backward."""
 
-Place: TypeAlias = tuple[str, str, int, int, int, int]
+RowsExtent: TypeAlias = tuple[str, str, int, int, int, int]
 """What a file of rows has of one piece: part, name, first row, last row + 1, first column, last column + 1."""
 
 
@@ -66,13 +65,13 @@ class RowsFile(NamedTuple):
     """What a file of rows is and has."""
 
     file: SavedFile
-    places: list[Place]
+    places: list[RowsExtent]
 
 
 class Newest(NamedTuple):
     """What the next increment stands on: the newest checkpoint. Only rank 0 knows it."""
 
-    place: CheckpointPlace
+    place: Place
     identity: Any  # while the place has this one, the checkpoint is as it was saved
     checksums: Checksums
     rows: dict[str, RowsFile]  # its files of rows
@@ -154,7 +153,7 @@ class Increments:
         if increment is not None:
             increment.settle(is_whole)
 
-    def can_follow(self, place: CheckpointPlace) -> bool:
+    def can_follow(self, place: Place) -> bool:
         """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed.
 
         If so, and on a disk, the unfinished save already has links to all other rows.
@@ -189,7 +188,7 @@ class Increments:
         increment.copy = self._touched.copy()
         self._increment = increment
 
-    def _can_stand_on_newest(self, place: CheckpointPlace) -> bool:
+    def _can_stand_on_newest(self, place: Place) -> bool:
         newest = self._newest
         if newest is None or not (self._can_link or place.is_store):
             return False
@@ -232,7 +231,7 @@ class Increments:
         key = StateKey.parse(name)
         return key.weight in self._tables and key.kind not in KERNEL_KINDS
 
-    def try_links(self, place: CheckpointPlace) -> None:
+    def try_links(self, place: Place) -> None:
         """Find out on rank 0 whether a file system has hard links, in the folder of a save that is not complete yet."""
         if not isinstance(place, LocalPlace):
             return
@@ -303,7 +302,7 @@ class Increment:
                 "and the next backward. Write tables before the save, or use async_checkpoint=False"
             )
 
-    def list_base(self, place: CheckpointPlace) -> Checksums | None:
+    def list_base(self, place: Place) -> Checksums | None:
         """Return what a new marker in an object store has to list of the base; None on a disk, which has links."""
         newest = self.newest
         assert newest is not None
@@ -313,10 +312,10 @@ class Increment:
         self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
         return known if newest.is_whole else known.base
 
-    def write(self, files: HashingFiles, folder: str, rank: int) -> dict[str, list[Place]]:
+    def write(self, files: HashingFiles, folder: str, rank: int) -> dict[str, list[RowsExtent]]:
         """Write this rank's rows, in any thread; return what the file has by its name, or nothing without rows."""
         entries: list[RowsEntry] = []
-        places: list[Place] = []
+        places: list[RowsExtent] = []
         names = {
             shard.data_ptr(): (part, name)
             for part, name, piece in self.pieces
@@ -389,7 +388,7 @@ def _link(newest: Newest, place: LocalPlace) -> None:
         raise GoneError(str(newest.place))
 
 
-def _identity(place: CheckpointPlace) -> Any:
+def _identity(place: Place) -> Any:
     """Return what changes when a checkpoint is saved again or removed; an OSError if it is gone."""
     if isinstance(place, LocalPlace):
         with opened(place.path) as folder:
@@ -400,7 +399,7 @@ def _identity(place: CheckpointPlace) -> Any:
     return checksums.save
 
 
-def commit(place: CheckpointPlace, checksums: Checksums, also: CheckpointPlace | None) -> Any:
+def commit(place: Place, checksums: Checksums, also: Place | None) -> Any:
     """Commit a save, and return its identity, None if somebody has removed it at once."""
     if not isinstance(place, LocalPlace):
         place.commit(checksums, also)
@@ -418,7 +417,7 @@ def _identity_in(folder: int) -> Any:
     return found.st_dev, found.st_ino, found.st_mtime_ns  # file systems use the number of a removed file again
 
 
-def is_incremental(place: CheckpointPlace) -> bool:
+def is_incremental(place: Place) -> bool:
     """Return whether a checkpoint has a base, and rows that changed since."""
     if not place.is_store and place.has(INCREMENT_NAME):
         return True
@@ -426,21 +425,21 @@ def is_incremental(place: CheckpointPlace) -> bool:
     return checksums is not None and INCREMENT_NAME in checksums.files
 
 
-def base_of(place: CheckpointPlace) -> CheckpointPlace:
+def base_of(place: Place) -> Place:
     """Return the place of the whole checkpoint that an incremental one contains.
 
     A save to an object store lists its base, one to a disk has it in a folder; either may have been copied elsewhere.
     """
     checksums = read_checksums(place)
     if checksums is not None and checksums.base is not None:
-        return cast(CheckpointPlace, StoredBase(place, checksums.base))  # which can be read
+        return cast(Place, StoredBase(place, checksums.base))  # which can be read
     if isinstance(place, LocalPlace):
         return LocalPlace(place.path / BASE_FOLDER)
     assert isinstance(place, StorePlace)
     return place.inside(BASE_FOLDER)
 
 
-def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> None:
+def put_rows(place: Path | Place, state: Mapping[str, Mapping[str, Piece]]) -> None:
     """Copy changed rows of a folder into loaded pieces (part -> name -> piece), in the order of their saves.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
@@ -450,7 +449,7 @@ def put_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Pie
             put_entry(entry, window, shard)
 
 
-def read_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Piece]]) -> Iterator[RowsEntry]:
+def read_rows(place: Path | Place, state: Mapping[str, Mapping[str, Piece]]) -> Iterator[RowsEntry]:
     """Yield changed rows of these pieces, in the order of their saves; files are mapped into memory.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
@@ -467,14 +466,14 @@ def read_rows(place: Path | CheckpointPlace, state: Mapping[str, Mapping[str, Pi
                         yield entry
 
 
-def _read_rows(file: Path, place: CheckpointPlace, name: str) -> list[RowsEntry]:
+def _read_rows(file: Path, place: Place, name: str) -> list[RowsEntry]:
     try:
         return cast(list[RowsEntry], torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as err:  # its checksum is right, so it was written like this
         raise DamagedError(damaged_part(place, name, f"cannot be read ({type(err).__name__}: {err})")) from err
 
 
-def _concerns(place: Place, state: Mapping[str, Mapping[str, Piece]]) -> bool:
+def _concerns(place: RowsExtent, state: Mapping[str, Mapping[str, Piece]]) -> bool:
     part, name, first_row, end_row, first_column, end_column = place
     piece = state.get(part, {}).get(name)
     for window, shard in [] if piece is None else local_parts(piece):
