@@ -115,19 +115,21 @@ class Words:
         return [value for name, value in _texts(self.options) if _SECRET.search(name)]
 
     def _reason(self, err: Exception) -> str:
-        name, text = type(err).__name__, str(err)
+        name = type(err).__name__
         if isinstance(err, ValueError) and without_secrets(self.address) != self.address:
             # It may name any piece of an address that it cannot read.
             return f"{name}; if its password has @ / : ? or #, write %40 %2F %3A %3F %23 for them"
-        is_of_system = isinstance(err, OSError) and err.errno and err.strerror
-        if isinstance(err, OSError) and is_of_system:  # in the system's words, such as "File too large"
-            text = f"{err.strerror}" if err.filename is None else f"{err.strerror}: {err.filename!r}"
+        if isinstance(err, OSError) and err.errno and err.strerror:  # in the system's words, such as "File too large"
+            text = self._without_secrets(err.strerror).rstrip(".")
+            return text if err.filename is None else f"{text}: {self._without_secrets(str(err.filename))!r}"
+        text = self._without_secrets(str(err)).rstrip(".")
+        return f"{name}: {text}" if text else name
+
+    def _without_secrets(self, text: str) -> str:
         text = message_without_secrets(text, self.address)
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        if is_of_system:
-            return text.rstrip(".")
-        return f"{name}: {text.rstrip('.')}" if text else name
+        return text
 
 
 _SECRET = re.compile(r"(?i)secret|token|passw|key|credential")
