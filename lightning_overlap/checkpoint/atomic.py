@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..storage import sync_folder
 from . import not_checkpoints
 from .not_checkpoints import CHECKSUMS_NAME, others_in
 
@@ -91,7 +92,7 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
         except OSError:  # no hard links there, or somebody else has put a folder of that name there
             remove(twin)
     if _is_real_folder(unfinished):
-        _sync(unfinished)
+        sync_folder(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
         unfinished.replace(path)
     elif exchange(unfinished, path):
@@ -103,7 +104,7 @@ def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> No
             path.rename(being_replaced(path))
         unfinished.rename(path)
     _keep_others(being_replaced(path), path)
-    _sync(path.parent)
+    sync_folder(path.parent)
     remove(unfinished)  # after a swap, the old one
     discard(being_replaced(path))
 
@@ -162,11 +163,3 @@ def exchange(one: Path, other: Path) -> bool:
 
 def _is_real_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

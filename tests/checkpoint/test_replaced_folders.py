@@ -92,7 +92,7 @@ def test_it_stays_after_a_kill_between_the_renames(
     if not can_exchange:  # as on NFS
         monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
     with monkeypatch.context() as killed:
-        killed.setattr(atomic, "_sync", Mock(side_effect=[None, KeyboardInterrupt]))
+        killed.setattr(atomic, "sync_folder", Mock(side_effect=[None, KeyboardInterrupt]))
         killed.setattr(atomic, "_keep_others", lambda old, new: None)
         with pytest.raises(KeyboardInterrupt):
             save_at(place)
