@@ -16,6 +16,7 @@ from ..tables import (
     kernel_shards,
     ledger_of,
     next_version,
+    processor_buffers,
     sharded_modules,
     table_names,
     weights_in_backward,
@@ -250,11 +251,12 @@ def _names(module: nn.Module, tables: AskedTables, *, use_buffers: bool) -> tupl
     else:
         asked = fused if tables else set()
     parameters = dict(module.named_parameters())
-    inside = ShardedStateNames(module)
+    inside, processors = ShardedStateNames(module), processor_buffers(module) if use_buffers else {}
     dense = set()
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor) or name in fused:
             continue
-        if name in planned or (name not in inside and (use_buffers or name in parameters)):
+        is_outside = name not in inside and (use_buffers or name in parameters)
+        if name in planned or name in processors or is_outside:
             dense.add(name)
     return asked, dense

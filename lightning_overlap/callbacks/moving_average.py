@@ -42,8 +42,8 @@ class ExponentialMovingAverage(Callback):
         start_step: Number of optimizer steps before the first sample.
         tables: Whether to average tables that the backward updates, or the names of those to average. Tables of the
             dense optimizer belong to the dense part.
-        use_buffers: Whether floating-point buffers of dense modules are averaged, too, and others copied at each
-            sample. With False evaluations use the buffers as they are.
+        use_buffers: Whether floating-point buffers of dense modules and feature processors are averaged, too, and
+            others copied at each sample. With False evaluations use the buffers as they are.
 
     Raises:
         ValueError: An argument is out of its range; at the start of a fit, another strategy, a module without tables,

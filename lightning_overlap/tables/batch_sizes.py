@@ -76,6 +76,13 @@ def why_not_varying_sizes(modules: Mapping[str, Any], *, on_cpu: bool) -> str | 
     for name, module in modules.items():
         if spec_of(module) is None:
             continue
+        plan = tables_of(module).module_sharding_plan.items()
+        copied = [table for table, one in plan if one.sharding_type == ShardingType.DATA_PARALLEL.value]
+        if copied and not holds_sequences(module):
+            return (
+                f"{some(copied)} of {name!r} are data-parallel, which TorchRec 1.8 cannot look up then. Shard these "
+                "tables table_wise or column_wise, with replicate_tables=False"
+            )
         for lookup in lookups_of(tables_of(module)):
             kernels = [([table.name for table in tables], kernel) for tables, kernel in kernels_in(lookup)]
             for tables, kernel in kernels:

@@ -101,6 +101,11 @@ class Combination:
         return name in dict(self.features)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether a plan places each table; else all are fused."""
+        return not (self.has("sharding") or self.has("replicate_tables"))
+
+    @property
     def stale(self) -> bool:
         return any(self.has(name) for name in OF_MODE)
 

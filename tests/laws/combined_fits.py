@@ -77,6 +77,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "cannot be replicated: it (belongs|is)": ("communication.md", "of feature-processed modules and of managed"),
     "RowWiseAdagrad cannot train tables of managed": ("modules.md", "`RowWiseAdagrad` is refused by name"),
     "batch sizes vary by feature, and .* kernels of one": ("modules.md", "tables of several kernels are refused"),
+    "batch sizes vary by feature, and .* are data-parallel": ("modules.md", "those are refused by name at the first"),
     "batch sizes vary by feature, and .* have a kernel of": ("modules.md", "other optimizers than SGD, RowWiseAdagrad"),
     "buffers of feature processors differ by rank": ("modules.md", "a save is refused by name if such a buffer"),
     "with variable batch sizes .* share parts": ("balance.md", "variable batch sizes"),
@@ -230,7 +231,7 @@ def options_of(found: Combination, module: Net) -> dict[str, Any]:
     """Return the strategy's options."""
     given: dict[str, Any] = {"sharding": make_plan(module), "timeout": datetime.timedelta(seconds=30)}
     named = dict(found.features)
-    if named.keys() & {"sharding", "replicate_tables"}:
+    if not found.is_planned:
         given["sharding"] = named.pop("sharding", None)  # a plan would place each table
     for name in (
         "rate_per_table",
@@ -347,7 +348,8 @@ def unsharded(found: Combination) -> tuple[list[float], dict[str, Tensor]]:
         cls, kwargs = OPTIMIZERS[found.get("fused_optimizer")]
         for part in (one for one in module.modules() if isinstance(one, (EmbeddingBagCollection, EmbeddingCollection))):
             for name, weight in part.named_parameters():
-                if weight.requires_grad and is_fused(module.part_of(part), int(name.split(".")[-2].removeprefix("t"))):
+                table = int(name.split(".")[-2].removeprefix("t"))
+                if weight.requires_grad and (not found.is_planned or is_fused(module.part_of(part), table)):
                     _apply_optimizer_in_backward(cls, [weight], kwargs)
     optimizer = dense_optimizer(module)
     every, losses = found.get("accumulate", 1), []

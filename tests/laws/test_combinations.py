@@ -51,6 +51,11 @@ FOUND = {
         0, "several_collections", (("averages", True), ("validation", 3)), ("on_train_batch_end", 4, "sharded")
     ),
     "adagrad_with_batch_sizes_by_feature": Combination(0, "variable_batch", (("fused_optimizer", "Adagrad"),)),
+    "averages_of_buffers_of_processors": Combination(0, BUFFERS, (("averages", True),)),
+    "copies_with_batch_sizes_by_feature": Combination(0, "variable_batch", (("sharding", "data_parallel"),)),
+    "tables_without_a_plan": Combination(
+        0, "sequences_dense_kernel", (("fused_optimizer", "RowWiseAdagrad"), ("replicate_tables", False))
+    ),
     "released_ids_of_managed_collisions": Combination(0, "managed_sequences", (("release_features", True),)),
 }
 """What combinations have found, each as simple as it gets."""
