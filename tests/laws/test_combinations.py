@@ -56,6 +56,9 @@ FOUND = {
     "tables_without_a_plan": Combination(
         0, "sequences_dense_kernel", (("fused_optimizer", "RowWiseAdagrad"), ("replicate_tables", False))
     ),
+    "copies_of_tables_that_the_dense_optimizer_trains": Combination(
+        0, "mixed_bags_and_sequences", (("name", "semi_sync"), ("replicate_tables", ("t0",)))
+    ),
     "released_ids_of_managed_collisions": Combination(0, "managed_sequences", (("release_features", True),)),
 }
 """What combinations have found, each as simple as it gets."""
