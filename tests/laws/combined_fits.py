@@ -75,6 +75,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "cannot be sent by a CPU": ("communication.md", "FP8 and BF16 on a CPU"),
     "cannot be replicated: its weights are torch.float16": ("communication.md", "Tables in 16 bits"),
     "cannot be replicated: it has no fused optimizer": ("communication.md", "Tables without a fused optimizer"),
+    "would train the data-parallel tables .* replicate": ("communication.md", "TorchRec looks them up together"),
+    "async_checkpoint=True needs checkpoint_format='sharded'": ("checkpoints.md", 'with `"full"` is refused'),
     "cannot be replicated: it (belongs|is)": ("communication.md", "of feature-processed modules and of managed"),
     "RowWiseAdagrad cannot train tables of managed": ("modules.md", "`RowWiseAdagrad` is refused by name"),
     "batch sizes vary by feature, and .* kernels of one": ("modules.md", "tables of several kernels are refused"),
