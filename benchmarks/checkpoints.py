@@ -57,7 +57,8 @@ def measure(path: Path, checkpoint_format: str, rounds: int) -> dict[bool, list[
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     from lightning_overlap import OverlapEmbeddingStrategy
-    from lightning_overlap.checkpoint.checksums import Checksums, Seal
+    from lightning_overlap.storage import Manifest
+    from lightning_overlap.storage.sealed_file import Seal
 
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
 
@@ -82,8 +83,8 @@ def measure(path: Path, checkpoint_format: str, rounds: int) -> dict[bool, list[
         yield KeyedJaggedTensor([f"f{i}" for i in range(NUM_TABLES)], torch.arange(NUM_TABLES * 8), lengths=lengths)
 
     @contextmanager
-    def unchecked(self: Checksums, name: str) -> Iterator[Path]:
-        with self.place.on_disk(name, self.files[name].where) as path:
+    def unchecked(self: Manifest, name: str) -> Iterator[Path]:
+        with self.store.on_disk(self.path(name)) as path:
             yield path
 
     class LoadsAtTheEnd(Callback):
@@ -99,7 +100,7 @@ def measure(path: Path, checkpoint_format: str, rounds: int) -> dict[bool, list[
         with ExitStack() as stack:
             if not checks:
                 stack.enter_context(mock.patch.object(Seal, "check", return_value=None))
-                stack.enter_context(mock.patch.object(Checksums, "checked", unchecked))
+                stack.enter_context(mock.patch.object(Manifest, "checked", unchecked))
             start, start_cpu = time.perf_counter(), time.process_time()
             checkpoint = trainer.strategy.load_checkpoint(path)
             trainer.strategy.load_model_state_dict(checkpoint)

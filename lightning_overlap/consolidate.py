@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .checkpoint import find_folder, read_folder, write_file
 from .plugin import first_words
-from .storage import is_address
+from .storage import is_address, place_at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out: Path = options.out or Path(f"{Path(folder)}.consolidated")
         if out.exists():
             raise FileExistsError(f"{out} exists. Remove it, or name another file: {parser.prog} FOLDER OUT")
-        write_file(read_folder(find_folder(folder), weights_only=None), out, None, also=None)
+        write_file(read_folder(find_folder(folder), weights_only=None), place_at(out), None)
     except (ValueError, OSError, ImportError, RuntimeError) as err:
         print(f"consolidate: {err}", file=sys.stderr)
         return 2

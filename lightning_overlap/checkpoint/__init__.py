@@ -2,6 +2,7 @@
 
 from .dense_state import by_name
 from .full_file import (
+    can_resume,
     check_file,
     gather,
     gather_checkpoint,
@@ -16,10 +17,9 @@ from .incremental import Increments
 from .managed_collision_state import Generators, load_collision_state, pieces_for
 from .model_state import move_unsharded
 from .moved_ids import Move, counting_modules, immovable_collisions, move_ids, weight_of
-from .not_checkpoints import DamagedError, why_no_checkpoint
+from .not_checkpoints import why_no_checkpoint
 from .opened import find_folder, open_checkpoint
 from .parts import ASSIGNING_RANKS, AVERAGES, COLLISIONS, ENTRIES, FUSED, LOADERS
-from .places import LocalPlace, Place
 from .sharded_folder import (
     FULL,
     INCREMENTAL,
@@ -29,12 +29,10 @@ from .sharded_folder import (
     check_format,
     discard_folder,
     folder_at,
-    is_folder,
     load_folder,
     read_folder,
     resolve_path,
 )
-from .store_place import StorePlace, can_hold_folders, or_warn, place_at
 from .table_state import (
     ITERATION,
     KERNEL_KINDS,

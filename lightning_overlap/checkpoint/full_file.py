@@ -16,16 +16,13 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
-from ..storage import put_file
+from ..storage import DamagedError, Place, SealedFile, or_warn, put_file, read_seal
 from ..tables import hands_out_rows, rate_setter, sharded_modules
 from ..text import some, without_secrets
-from .atomic import atomic_replace, check_replaceable, remove, sibling, write_synced
-from .checksums import SealedFile, read_seal
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
 from .managed_collision_state import Generators
 from .model_state import ordered, restore_objects
 from .moved_ids import Move, move_ids, segment_names
-from .not_checkpoints import DamagedError
 from .parts import (
     AVERAGES,
     COLLISIONS,
@@ -103,19 +100,33 @@ def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tenso
             yield key, whole
 
 
-def write_file(content: dict[str, Any] | None, path: Path, group: Group, *, also: Path | None) -> None:
-    """Write a result of `gather_checkpoint` as `atomic_replace` does; every rank raises an OSError if it failed."""
+def write_file(content: dict[str, Any] | None, place: Place, group: Group, *, also: Sequence[Place] = ()) -> None:
+    """Write a result of `gather_checkpoint` as one local file, to which the names `also` become links.
+
+    Every rank raises an OSError if it failed.
+    """
 
     def write() -> None:
-        check_replaceable(path)
-        unfinished = sibling(path, "unfinished")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove(unfinished)  # may be a folder
-        write_synced(unfinished, partial(_save_sealed, content))
-        atomic_replace(unfinished, path, also)
+        with place.one_file() as file:
+            sealed = SealedFile(file)
+            torch.save(content, cast(IO[bytes], sealed))
+            sealed.seal()
+        for other in also:
+            or_warn(partial(other.lead, place))
 
-    with writing(path):
+    with writing(place):
         on_rank_zero(write, group)
+
+
+def can_resume(place: Place) -> bool:
+    """Return whether a training can go on from a checkpoint: not from weights alone. False for a file in a store."""
+    if place.is_folder():
+        manifest = place.manifest()
+        return manifest is not None and manifest.resumes
+    if not place.is_on_disk or not zipfile.is_zipfile(place.path):
+        return False
+    with zipfile.ZipFile(place.path) as archive:
+        return any(b"optimizer_states" in archive.read(one) for one in archive.namelist() if one.endswith("/data.pkl"))
 
 
 def upload_file(content: dict[str, Any] | None, address: str, group: Group) -> None:
@@ -128,12 +139,6 @@ def upload_file(content: dict[str, Any] | None, address: str, group: Group) -> N
 
     with writing(without_secrets(address)):
         on_rank_zero(write, group)
-
-
-def _save_sealed(content: Any, file: IO[bytes]) -> None:
-    sealed = SealedFile(file)
-    torch.save(content, cast(IO[bytes], sealed))
-    sealed.seal()
 
 
 def check_file(path: Path, group: Group) -> None:

@@ -1,22 +1,21 @@
-"""Checkpoint folders with the rows that changed since an earlier checkpoint, and hard links to what that one has.
+"""Checkpoints of the rows that changed since an earlier one: their manifests list files of earlier saves, too.
 
-Such a folder is complete by itself: it may be moved, and others may be removed. In an object store, which has no links,
-the marker lists the files of earlier saves: those of `base/`, and those of rows. A folder has
+What several checkpoints need is in `shared_files` beside them, so any of them may be removed. The manifest of such a
+checkpoint lists
 
-- `base/`: the files of a whole checkpoint, as hard links;
-- `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`; hard links but for
-  the newest K. `rows.json` says which file has what, in the order in which they are applied;
-- `.metadata` and `*.distcp`: everything except rows of fused tables, as of this save; it replaces what `base/` has of
-  it. All ids of managed collision modules, too;
-- `increment.pt`, in the place of a whole folder's `meta.pt`: readers that do not know increments find no checkpoint.
+- as its base, the files of a whole checkpoint, `.metadata` and `*.distcp`;
+- `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`. `rows.json` says
+  which file has what, in the order in which they are applied;
+- `.metadata` and `*.distcp` of its own: everything except rows of fused tables, as of this save; it replaces what the
+  base has of it. All ids of managed collision modules, too;
+- `increment.pt`, in the place of a whole checkpoint's `meta.pt`.
 """
 
 import json
-import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -24,23 +23,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from ..distributed import Group, gather_objects, together, warn_on_rank_zero
+from ..distributed import Group, gather_objects, together
 from ..runtime import TableAccess
+from ..storage import DamagedError, Held, Manifest, Place, SavedFile, damaged_part
 from ..updated_rows import RowCopy, TouchedRows
-from .atomic import check_replaceable, disk_errors, make_unfinished
-from .checksums import Checksums, HashingFiles, SavedFile, read_checksums
-from .not_checkpoints import (
-    BASE_FOLDER,
-    CHECKSUMS_NAME,
-    INCREMENT_NAME,
-    METADATA_NAME,
-    DamagedError,
-    damaged_part,
-    is_own_file,
-)
+from .not_checkpoints import INCREMENT_NAME
 from .parts import FUSED, MODEL
-from .places import LocalPlace, Place, as_place
-from .store_place import StoredBase, StorePlace
+from .stored_files import SavedFiles
 from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
 
 ROWS_NAME = "rows.json"
@@ -69,47 +58,31 @@ class RowsFile(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """What the next increment stands on: the newest checkpoint. Only rank 0 knows it."""
+    """What the next increment stands on: the files of the newest checkpoint. Only rank 0 knows it."""
 
     place: Place
-    identity: Any  # while the place has this one, the checkpoint is as it was saved
-    checksums: Checksums
+    manifest: Manifest  # the part of it that others may list
     rows: dict[str, RowsFile]  # its files of rows
-    base_save: str  # identity of the save of its base, or of its own
-    base_bytes: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is its own base."""
-        return self.base_save == self.checksums.save
+    base: Manifest  # the whole checkpoint on which it stands, or itself
 
     @property
     def bytes_of_rows(self) -> int:
         """The size of all rows since the last whole checkpoint."""
         return sum(one.file.size for one in self.rows.values())
 
-    @contextmanager
-    def opened(self) -> Iterator[int]:
-        """Open its folder on a disk, which may be renamed from then on; a GoneError if it is not as it was saved."""
-        assert isinstance(self.place, LocalPlace)
-        with opened(self.place.path) as folder:
-            if _identity_in(folder) != self.identity:
-                raise GoneError(str(self.place))
-            yield folder
-
-
-class GoneError(OSError):
-    """A checkpoint that a save was to stand on is not there, or not as it was saved."""
+    @property
+    def bytes_of_base(self) -> int:
+        """The size of the last whole checkpoint."""
+        return sum(file.size for file in self.base.files.values())
 
 
 class Increments:
     """The incremental checkpoints of one fit: which rows changed since the newest, and what the next may stand on.
 
-    A save is whole if there is none before it, if the newest is gone (a warning) or failed, or if tables were written
-    other than by their backward since. Users remove, rename and copy checkpoints at any time: the folders of a disk are
-    linked where they are checked, and the files of a store are checked again before a marker lists them. A save is
-    whole, too, once the rows since the last whole one have more than `most` times its bytes. All ranks make the same
-    calls. Raises a ValueError for managed collision modules other than `MCHManagedCollisionModule`.
+    A save is whole if there is none before it, if that was elsewhere or has failed, if tables were written other than
+    by their backward since, or if shared files are gone (a warning), for which `commit` looks again. A save is whole,
+    too, once the rows since the last whole one have more than `most` times its bytes. All ranks make the same calls.
+    Raises a ValueError for managed collision modules other than `MCHManagedCollisionModule`.
     """
 
     def __init__(self, model: nn.Module, access: TableAccess, group: Group, most: float) -> None:
@@ -133,8 +106,9 @@ class Increments:
         self._num_writes = 0
         self._is_saved = False  # whether the save at which the marks began is complete
         self._newest: Newest | None = None
+        self._has_warned = False  # of saves in several folders
+        self._held = Held()  # its files, while users may remove the checkpoints that list them
         self._increment: Increment | None = None  # whose rows may still be copied
-        self._can_link = True
         self._num = 0  # of increments in this fit, for the names of their files
 
     def detach(self) -> None:
@@ -143,6 +117,7 @@ class Increments:
             self.settle()
         self._settled(False)  # if that failed
         self._touched.detach()
+        self._held.release()
 
     def settle(self) -> None:
         """Wait until the rows of the last save are copied: from here on anybody may write tables."""
@@ -154,10 +129,7 @@ class Increments:
             increment.settle(is_whole)
 
     def can_follow(self, place: Place) -> bool:
-        """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed.
-
-        If so, and on a disk, the unfinished save already has links to all other rows.
-        """
+        """Return whether, as this rank sees it, a save at `place` needs nothing but the rows that have changed."""
         if not self._is_saved or self._touched.num_writes != self._num_writes:
             return False
         if not (self._group is None or self._group.rank() == 0):
@@ -190,37 +162,37 @@ class Increments:
 
     def _can_stand_on_newest(self, place: Place) -> bool:
         newest = self._newest
-        if newest is None or not (self._can_link or place.is_store):
+        if newest is None:
             return False
-        if newest.bytes_of_rows > self._most * newest.base_bytes:
+        if newest.place.beside(place.name) != place:
+            self._warn_of_folders(newest.place, place)
+            return False
+        if newest.bytes_of_rows > self._most * newest.bytes_of_base:
             return False
         try:
-            if newest.identity is None:
-                raise GoneError(str(newest.place))
-            if isinstance(place, LocalPlace) and isinstance(newest.place, LocalPlace):
-                there = next(folder for folder in place.path.parents if folder.exists())
-                if there.stat().st_dev != newest.identity[0]:
-                    return False
-                check_replaceable(place.path)  # a whole save raises the error on all ranks
-                _link(newest, place)
-                return True
-            if newest.place.beside(place.name) != place:  # a marker lists files beside it
-                return False
-            if _identity(newest.place) != newest.identity:
-                raise GoneError(str(newest.place))
-            return True
-        except (GoneError, FileNotFoundError, NotADirectoryError, DamagedError):
-            self.lose("this checkpoint is whole")
+            gone = newest.manifest.lacks() or newest.base.lacks()
+        except OSError:  # a whole save raises it on all ranks, if it lasts
             return False
-        except OSError:  # of the new place, such as a full disk: a whole save raises it on all ranks
-            return False
+        if gone:
+            self.lose(gone[0], "this checkpoint is whole")
+        return not gone
 
-    def lose(self, then: str) -> None:
-        """Note on rank 0 that the newest checkpoint is not what a save can stand on any more; say what follows."""
-        if self._newest is not None:
+    def _warn_of_folders(self, newest: Place, place: Place) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
-                f"{self._newest.place}, on which the next increment was to stand, is gone or not as it was saved: "
-                f"{then}. Rename or remove other checkpoints than the newest one, or copy it.",
+                f"{place} is whole, as {newest} is in another folder: a checkpoint of changed rows shares files with "
+                "others of its folder. Give all callbacks that save the same dirpath.",
+                stacklevel=2,
+            )
+
+    def lose(self, gone: str, then: str) -> None:
+        """Note on rank 0 that a file is gone on which the next save was to stand; say what follows."""
+        if self._newest is not None:
+            shown = self._newest.place.beside(gone)
+            warnings.warn(
+                f"{shown}, which the next increment was to share, is gone: {then}. Leave the files there to this "
+                "strategy, which removes those that no checkpoint has.",
                 stacklevel=2,
             )
         self._newest = None
@@ -231,31 +203,15 @@ class Increments:
         key = StateKey.parse(name)
         return key.weight in self._tables and key.kind not in KERNEL_KINDS
 
-    def try_links(self, place: Place) -> None:
-        """Find out on rank 0 whether a file system has hard links, in the folder of a save that is not complete yet."""
-        if not isinstance(place, LocalPlace):
-            return
-        probe = place.unfinished / METADATA_NAME
-        try:
-            os.link(probe, link := probe.with_suffix(".link"))
-            link.unlink()
-        except OSError as err:
-            self._can_link = False
-            warn_on_rank_zero(
-                f"{place.path.parent} has no hard links ({err}), which checkpoint_format='incremental' needs: every "
-                "checkpoint will be whole."
-            )
-
-    def saved(self, checksums: Checksums, identity: Any, increment: "Increment | None") -> None:
-        """Note on rank 0 a complete checkpoint, with what `commit` has returned: the next increment stands on it."""
-        place = checksums.place
+    def saved(self, manifest: Manifest, place: Place, increment: "Increment | None") -> None:
+        """Note on rank 0 a complete checkpoint: the next increment stands on it."""
+        shared = manifest.shared()
         if increment is None:
-            num_bytes = sum(file.size for file in checksums.files.values())
-            self._newest = Newest(place, identity, checksums, {}, checksums.save, num_bytes)
+            self._newest = Newest(place, shared, {}, shared)
         else:
-            before = increment.newest
-            assert before is not None
-            self._newest = before._replace(place=place, identity=identity, checksums=checksums, rows=increment.rows)
+            assert manifest.base is not None
+            self._newest = Newest(place, shared, increment.rows, manifest.base)
+        self._held.hold(shared._replace(base=manifest.base))
 
     def end_save(self) -> None:
         """Note on every rank that the last save is complete."""
@@ -276,8 +232,8 @@ class Increment:
         self._settle_in_thread = settle_in_thread
         self.pieces, self._num = pieces, num
         self._is_settled, self._is_whole = threading.Event(), False
-        self.newest = newest  # on rank 0
-        self.base_save = "" if newest is None else newest.base_save  # on rank 0
+        self.base_save = "" if newest is None else newest.base.save  # on rank 0
+        self._base = None if newest is None else newest.base  # on rank 0
         self.rows: dict[str, RowsFile] = {} if newest is None else dict(newest.rows)  # on rank 0 those of all ranks
 
     def settle(self, is_whole: bool) -> None:
@@ -302,17 +258,12 @@ class Increment:
                 "and the next backward. Write tables before the save, or use async_checkpoint=False"
             )
 
-    def list_base(self, place: Place) -> Checksums | None:
-        """Return what a new marker in an object store has to list of the base; None on a disk, which has links."""
-        newest = self.newest
-        assert newest is not None
-        if not place.is_store:
-            return None
-        known = newest.checksums.seen_from(place)
-        self.rows = {name: RowsFile(known.files[name], one.places) for name, one in newest.rows.items()}
-        return known if newest.is_whole else known.base
+    def base_of(self, place: Place) -> Manifest:
+        """Return on rank 0 what the manifest of this place has to list as its base."""
+        assert self._base is not None
+        return self._base.seen_from(place.name)
 
-    def write(self, files: HashingFiles, folder: str, rank: int) -> dict[str, list[RowsExtent]]:
+    def write(self, files: SavedFiles, rank: int) -> dict[str, list[RowsExtent]]:
         """Write this rank's rows, in any thread; return what the file has by its name, or nothing without rows."""
         entries: list[RowsEntry] = []
         places: list[RowsExtent] = []
@@ -339,11 +290,8 @@ class Increment:
         if not entries:
             return {}
         name = f"rows_{self._num}_{rank}.pt"
-        with disk_errors(), files.create_stream(files.concat_path(folder, name), "wb") as file:
+        with files.create_stream(files.concat_path(files.folder, name), "wb") as file:
             torch.save(entries, file)
-            if files.is_local:
-                file.flush()
-                os.fsync(file.fileno())
         copy.give_back()
         return {name: places}
 
@@ -352,125 +300,41 @@ class Increment:
         return json.dumps({name: one.places for name, one in self.rows.items()}).encode()
 
 
-@contextmanager
-def opened(folder: Path | str, within: int | None = None) -> Iterator[int]:
-    """Open a folder, perhaps one within an open folder: whatever it is renamed to, its files are reached through it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=within)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def link_files(folder: int, into: Path, skipped: Collection[str] = ()) -> None:
-    """Make hard links to a checkpoint's own files in an open folder, not to what users have put there."""
-    for name in os.listdir(folder):
-        if is_own_file(name) and name not in skipped:
-            os.link(name, into / name, src_dir_fd=folder)
-
-
-def _link(newest: Newest, place: LocalPlace) -> None:
-    """Begin a save on a disk with links to base and rows of the newest checkpoint; an OSError if that is gone."""
-    make_unfinished(place.path)  # folders and links alone: files are written in the thread
-    into = place.unfinished / BASE_FOLDER
-    into.mkdir()
-    with newest.opened() as folder:
-        for name in newest.rows:
-            os.link(name, place.unfinished / name, src_dir_fd=folder)
-        if newest.is_whole:
-            link_files(folder, into, {METADATA_NAME})
-        else:
-            with opened(BASE_FOLDER, folder) as base:
-                link_files(base, into)
-    # Somebody may be removing it, file by file: then a list of its files is no list of what it was.
-    linked = read_checksums(LocalPlace(into))
-    if linked is None or linked.save != newest.base_save or linked.files.keys() - {METADATA_NAME, *os.listdir(into)}:
-        raise GoneError(str(newest.place))
-
-
-def _identity(place: Place) -> Any:
-    """Return what changes when a checkpoint is saved again or removed; an OSError if it is gone."""
-    if isinstance(place, LocalPlace):
-        with opened(place.path) as folder:
-            return _identity_in(folder)
-    checksums = read_checksums(place)
-    if checksums is None:
-        raise GoneError(str(place))
-    return checksums.save
-
-
-def commit(place: Place, checksums: Checksums, also: Place | None) -> Any:
-    """Commit a save, and return its identity, None if somebody has removed it at once."""
-    if not isinstance(place, LocalPlace):
-        place.commit(checksums, also)
-        return checksums.save
-    with opened(place.unfinished) as folder:
-        place.commit(checksums, also)
-        with suppress(FileNotFoundError):
-            return _identity_in(folder)  # somebody may have renamed it by now
-    return None
-
-
-def _identity_in(folder: int) -> Any:
-    """Return the identity of a checkpoint in an open folder on a disk."""
-    found = os.stat(CHECKSUMS_NAME, dir_fd=folder)
-    return found.st_dev, found.st_ino, found.st_mtime_ns  # file systems use the number of a removed file again
-
-
-def is_incremental(place: Place) -> bool:
+def is_incremental(manifest: Manifest) -> bool:
     """Return whether a checkpoint has a base, and rows that changed since."""
-    if not place.is_store and place.has(INCREMENT_NAME):
-        return True
-    checksums = read_checksums(place)
-    return checksums is not None and INCREMENT_NAME in checksums.files
+    return INCREMENT_NAME in manifest.files
 
 
-def base_of(place: Place) -> Place:
-    """Return the place of the whole checkpoint that an incremental one contains.
-
-    A save to an object store lists its base, one to a disk has it in a folder; either may have been copied elsewhere.
-    """
-    checksums = read_checksums(place)
-    if checksums is not None and checksums.base is not None:
-        return cast(Place, StoredBase(place, checksums.base))  # which can be read
-    if isinstance(place, LocalPlace):
-        return LocalPlace(place.path / BASE_FOLDER)
-    assert isinstance(place, StorePlace)
-    return place.inside(BASE_FOLDER)
-
-
-def put_rows(place: Path | Place, state: Mapping[str, Mapping[str, Piece]]) -> None:
-    """Copy changed rows of a folder into loaded pieces (part -> name -> piece), in the order of their saves.
+def put_rows(manifest: Manifest, state: Mapping[str, Mapping[str, Piece]]) -> None:
+    """Copy changed rows of a checkpoint into loaded pieces (part -> name -> piece), in the order of their saves.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
     """
-    for entry in read_rows(place, state):
+    for entry in read_rows(manifest, state):
         for window, shard in local_parts(state[entry["part"]][entry["name"]]):
             put_entry(entry, window, shard)
 
 
-def read_rows(place: Path | Place, state: Mapping[str, Mapping[str, Piece]]) -> Iterator[RowsEntry]:
+def read_rows(manifest: Manifest, state: Mapping[str, Mapping[str, Piece]]) -> Iterator[RowsEntry]:
     """Yield changed rows of these pieces, in the order of their saves; files are mapped into memory.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
     """
-    checksums = read_checksums(as_place(place))
-    assert checksums is not None  # it was compared with the rest
-    with checksums.checked(ROWS_NAME) as file:
+    with manifest.checked(ROWS_NAME) as file:
         index = json.loads(file.read_bytes())
     for name, places in index.items():
         if any(_concerns(one, state) for one in places):
-            with checksums.checked(name) as file:
-                for entry in _read_rows(file, checksums.place, name):
+            with manifest.checked(name) as file:
+                for entry in _read_rows(file, manifest, name):
                     if entry["name"] in state.get(entry["part"], {}):
                         yield entry
 
 
-def _read_rows(file: Path, place: Place, name: str) -> list[RowsEntry]:
+def _read_rows(file: Path, manifest: Manifest, name: str) -> list[RowsEntry]:
     try:
         return cast(list[RowsEntry], torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as err:  # its checksum is right, so it was written like this
-        raise DamagedError(damaged_part(place, name, f"cannot be read ({type(err).__name__}: {err})")) from err
+        raise DamagedError(damaged_part(manifest.shown, name, f"cannot be read ({type(err).__name__}: {err})")) from err
 
 
 def _concerns(place: RowsExtent, state: Mapping[str, Mapping[str, Piece]]) -> bool:

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec.distributed.types import ShardedTensor
 
 from ..compat.torch import take_versions
+from ..storage import Place
 from ..tables import sharded_modules
 from ..text import some
 from .parts import FUSED, MODEL, MODEL_OBJECTS, SHARDED_NAMES, TABLE_OPTIMIZERS
-from .places import Place
 from .table_state import StateKey
 
 OTHER_TABLES = "Was it saved from other tables?"

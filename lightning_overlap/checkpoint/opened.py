@@ -8,12 +8,9 @@ from typing import IO, Any, cast
 import fsspec
 import torch
 
-from ..storage import is_address
+from ..storage import Place, is_address, place_at, read_seal
 from ..text import without_secrets
-from .checksums import read_seal
-from .places import LocalPlace, Place
-from .sharded_folder import folder_at, is_folder, read_folder, resolve_path
-from .store_place import place_at
+from .sharded_folder import folder_at, read_folder, resolve_path
 
 
 def open_checkpoint(path: str | Path, *, weights_only: bool | None = None) -> IO[bytes]:
@@ -39,8 +36,7 @@ def open_checkpoint(path: str | Path, *, weights_only: bool | None = None) -> IO
     place = find_checkpoint(path)
     if place is None:
         return cast(IO[bytes], fsspec.open(str(path), "rb").open())
-    if not is_folder(place):
-        assert isinstance(place, LocalPlace)
+    if not place.is_folder():
         if (seal := read_seal(place.path)) is not None:
             seal.check()
         return open(place.path, "rb")
@@ -57,13 +53,13 @@ def find_checkpoint(path: Any) -> Place | None:
 
     Raises a FileNotFoundError if there is nothing, and a ValueError for what is no checkpoint.
     """
-    place_at(path)  # raises for an address that is none
-    return folder_at(path) if is_address(path) else resolve_path(Path(path))
+    place = place_at(path)  # raises for an address that is none
+    return folder_at(path) if is_address(path) else resolve_path(place)
 
 
 def find_folder(path: Any) -> Place:
     """Return the place of a checkpoint folder; raise as `find_checkpoint` does, and a ValueError for a file."""
     place = find_checkpoint(path)
-    if place is None or not is_folder(place):
+    if place is None or not place.is_folder():
         raise ValueError(f"{without_secrets(str(path))} is no checkpoint folder, but perhaps a file already.")
     return place

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import prod
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -19,9 +18,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from ..compat.torch import NAMES_IN_METADATA, StoragePlace
-from .checksums import CheckedFiles, Checksums, SavedFile, is_plain_name, read_checksums
-from .not_checkpoints import DamagedError, damaged_part
-from .places import Place, as_place
+from ..storage import DamagedError, Manifest, damaged_part, is_plain_name
+from .stored_files import CheckedFiles
 
 _CLASSES = (dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
 _REAL = {kind.__name__: kind for kind in (*_CLASSES, StoragePlace)}
@@ -46,22 +44,19 @@ _VALUES: Mapping[tuple[str, str], Any] = {
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder without executing its `.metadata`; no file that is not as it was saved.
+    """Reads what a manifest lists without executing its `.metadata`; no file that is not as it was saved.
 
     Raises a DamagedError for a file that is, or for a tensor of which a part is nowhere.
     """
 
-    def __init__(self, path: Path | Place) -> None:
+    def __init__(self, manifest: Manifest) -> None:
         super().__init__("")  # names are found by `fs`
-        self._place = as_place(path)
-        self.fs = self._files = CheckedFiles()  # type: ignore[assignment]
-        self.checksums = read_checksums(self._place)
-        self._files.checksums = self.checksums or Checksums(self._place, "", {LIST_NAME: SavedFile(0, "")})
+        self._shown = manifest.shown
+        self.fs = CheckedFiles(manifest)  # type: ignore[assignment]
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        place = self._place
-        with self._files.create_stream(LIST_NAME, "rb") as file:
+        with self.fs.create_stream(LIST_NAME, "rb") as file:
             try:
                 state = _Unpickler(file).load().state
                 entries = {str(name): _real(entry) for name, entry in state["state_dict_metadata"].items()}
@@ -74,19 +69,13 @@ class SafeReader(FileSystemReader):
             except Exception as err:  # the file may contain anything
                 if isinstance(err, EOFError) or "truncated" in str(err):
                     what = "is truncated" if file.seek(0, io.SEEK_END) else "is empty"
-                    raise DamagedError(damaged_part(place, LIST_NAME, what)) from err
+                    raise DamagedError(damaged_part(self._shown, LIST_NAME, what)) from err
                 raise RuntimeError(
-                    f"{place}/{LIST_NAME} is not a list of tensors as this strategy writes it; none of it was "
+                    f"{self._shown}/{LIST_NAME} is not a list of tensors as this strategy writes it; none of it was "
                     f"executed: {type(err).__name__}: {err}. Load another checkpoint, or copy this checkpoint again."
                 ) from err
         metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
-        _check_whole(place, metadata)
-        if self.checksums is None:
-            least: dict[str, int] = {}
-            for one in metadata.storage_data.values():
-                least[one.relative_path] = max(least.get(one.relative_path, 0), one.offset + one.length)
-            files = {name: SavedFile(size, "") for name, size in least.items()}
-            self._files.checksums = Checksums(place, "", {LIST_NAME: SavedFile(0, ""), **files})
+        _check_whole(self._shown, metadata)
         return metadata
 
 
@@ -99,7 +88,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     return found
 
 
-def _check_whole(folder: Place, metadata: dcp.Metadata) -> None:
+def _check_whole(shown: str, metadata: dcp.Metadata) -> None:
     """Raise a DamagedError unless each element of each tensor in a list is in one chunk, whose file is listed too."""
     for name, entry in metadata.state_dict_metadata.items():
         offsets: list[Sequence[int] | None] = [None]
@@ -108,12 +97,12 @@ def _check_whole(folder: Place, metadata: dcp.Metadata) -> None:
             num_listed = sum(prod(sizes) for _, sizes in boxes)
             if num_listed != prod(entry.size) or not _are_apart(boxes, tuple(entry.size)):
                 what = f"lists {num_listed} of the {prod(entry.size)} elements of {name}, or some twice"
-                raise DamagedError(damaged_part(folder, LIST_NAME, what))
+                raise DamagedError(damaged_part(shown, LIST_NAME, what))
             offsets = [offset for offset, _ in boxes]
         for offset in offsets:
             place = dcp.MetadataIndex(name, None if offset is None else torch.Size(offset))
             if place not in metadata.storage_data:
-                raise DamagedError(damaged_part(folder, LIST_NAME, f"does not say where {name} is"))
+                raise DamagedError(damaged_part(shown, LIST_NAME, f"does not say where {name} is"))
 
 
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

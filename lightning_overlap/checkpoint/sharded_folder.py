@@ -1,9 +1,9 @@
 """Checkpoints of sharded tables as a folder: every rank writes its shards with torch.distributed.checkpoint."""
 
 import io
+import os
 import pickle
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,19 +25,29 @@ from typing_extensions import override
 
 from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, gather_on_rank_zero, together
-from ..storage import is_address
+from ..storage import (
+    MARKER,
+    DamagedError,
+    Manifest,
+    Place,
+    SavedFile,
+    can_hold_folders,
+    checksum_of,
+    damaged_part,
+    hidden_os_error,
+    is_unfinished,
+    or_warn,
+    place_at,
+    read_seal,
+)
 from ..tables import ShardedStateNames
-from ..text import check_known, without_secrets
-from .atomic import being_replaced, disk_errors, sibling
-from .checksums import Checksums, HashingFiles, SavedFile, checksum_of, read_checksums, read_seal
+from ..text import check_known, some, without_secrets
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .incremental import (
     ROWS_NAME,
     Increment,
     Increments,
     RowsFile,
-    base_of,
-    commit,
     is_incremental,
     put_rows,
 )
@@ -53,16 +63,7 @@ from .model_state import (
     with_lists,
 )
 from .moved_ids import move_ids, segment_names
-from .not_checkpoints import (
-    BASE_FOLDER,
-    CHECKSUMS_NAME,
-    INCREMENT_NAME,
-    METADATA_NAME,
-    DamagedError,
-    damaged,
-    damaged_part,
-    why_no_checkpoint,
-)
+from .not_checkpoints import INCREMENT_NAME, METADATA_NAME, damaged, why_no_checkpoint
 from .parts import (
     AVERAGES,
     COLLISIONS,
@@ -74,10 +75,9 @@ from .parts import (
     TABLE_OPTIMIZERS,
     rename_former_entries,
 )
-from .places import LocalPlace, Place, as_place
 from .safe_metadata import SafePlanner, SafeReader
 from .snapshot import Snapshot, saved
-from .store_place import StorePlace, can_hold_folders, or_warn, place_at
+from .stored_files import SavedFiles
 from .table_state import FusedTables, Loading, Piece, check_sizes, on_host
 
 SHARDED, FULL, INCREMENTAL = FORMATS = "sharded", "full", "incremental"
@@ -103,20 +103,6 @@ def check_format(checkpoint_format: str | None, async_checkpoint: bool, most_inc
         )
 
 
-def is_folder(path: Path | Place) -> bool:
-    """Return whether a checkpoint is a folder of `FolderSaver`; in an object store also whether it is whole."""
-    place = as_place(path)
-    if place.is_store:
-        return place.has(CHECKSUMS_NAME)
-    if place.has(METADATA_NAME) or place.has(INCREMENT_NAME):
-        return True
-    with suppress(DamagedError, OSError):  # a copy of one in a store
-        checksums = read_checksums(place)
-        files = {} if checksums is None else checksums.files
-        return any(name in files and bool(files[name].where) for name in (METADATA_NAME, INCREMENT_NAME))
-    return False
-
-
 def check_folder_path(path: Any, storage_options: Any, world_size: int = 1) -> Place:
     """Return the place of a checkpoint; raise a ValueError if it cannot be a folder.
 
@@ -128,7 +114,7 @@ def check_folder_path(path: Any, storage_options: Any, world_size: int = 1) -> P
             f"storage_options are options of fsspec's file system, by name, got a {type(storage_options).__name__}."
         )
     place = place_at(path, storage_options)
-    if not place.is_store and storage_options is not None:
+    if place.is_on_disk and storage_options is not None:
         raise ValueError(f"{shown} is local, and storage_options are for an object store. Leave them out.")
     if world_size > 1 and str(path).startswith("memory://"):
         raise ValueError(
@@ -171,6 +157,7 @@ class FolderSaver:
         # Kept: whoever starts a thread waits until it runs, and it may then hold the interpreter for a while.
         self._executor: ThreadPoolExecutor | None = None
         self._under_way: list[Future[bool | None]] = []  # a save, and then the actions of `on_commit`
+        self._swept: set[str] = set()  # the folders of checkpoints from which leftovers were removed
 
     def save(
         self,
@@ -179,15 +166,17 @@ class FolderSaver:
         model: nn.Module,
         *,
         asynchronous: bool,
-        also: Place | None,
+        also: Sequence[Place],
+        resumes: bool,
         increments: Increments | None = None,
         follows: bool = False,
         generators: Generators | None = None,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        Moves sharded state out of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks
-        allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
+        The names `also` become it, too; `resumes` says whether a training can go on from it. Moves sharded state out
+        of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks allows, rows that did not
+        change are not written. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         fused = increments.fused if increments and follows else None
@@ -207,7 +196,10 @@ class FolderSaver:
         # From here on there are threads, which take the interpreter from this one.
         if increments is not None and increment is not None:
             increments.start(increment)
-        write = partial(_write, place, also, self._group, name, rest, snapshot, increments, increment, state)
+        sweeps = place.store.address not in self._swept
+        self._swept.add(place.store.address)
+        write_as = partial(_write, place, also, self._group, name, resumes=resumes, sweeps=sweeps, snapshot=snapshot)
+        write = partial(write_as, rest, increments, increment, state)
         if not asynchronous:
             if increments is not None:
                 increments.settle()
@@ -217,9 +209,9 @@ class FolderSaver:
                     state.setdefault(part, {})[key] = piece
                 increments.begin_whole(model)
                 rest = None if rest is None else partial(saved, whole)
-                _write(place, also, self._group, name, rest, snapshot, increments, None, state)
+                write_as(rest, increments, None, state)
             return
-        # Not torch.distributed.checkpoint.async_save: the folder must be renamed after it.
+        # Not torch.distributed.checkpoint.async_save: the marker is written after it.
         self._under_way = [self._submit(write)]
 
     def _submit(self, action: Callable[[], bool]) -> Future[bool | None]:
@@ -275,81 +267,88 @@ def _in_words(err: BaseException) -> str:
 
 def _write(
     place: Place,
-    also: Place | None,
+    also: Sequence[Place],
     group: Group,
     name: str,
     rest: Callable[[], memoryview] | None,
-    snapshot: Snapshot,
     increments: Increments | None,
     increment: Increment | None,
     state: State,
+    *,
+    resumes: bool,
+    sweeps: bool,
+    snapshot: Snapshot,
 ) -> bool:
-    """Write a checkpoint; return whether it is complete: it is not if an increment's base is gone from a store."""
-    base: Checksums | None = None  # of an increment in a store
+    """Write a checkpoint; return whether it is complete: it is not if files are gone on which an increment stands."""
+    shares, folders = increments is not None, ("", "")
     is_gone = False  # on rank 0
 
     def begin() -> None:
-        nonlocal base
-        if increment is None or place.is_store:  # on a disk an increment has begun with links to its base
-            place.begin(name)
-        if increment is not None:
-            base = increment.list_base(place)
+        nonlocal folders
+        folders = place.begin(name, shares=shares)
 
     def finish() -> None:
         nonlocal is_gone
-        where = place.where(name)
         files = {key: value for of_rank, _ in written for key, value in of_rank.items()}
         assert rest is not None
         last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest()}
+        base = None
         if increment is not None:
             for _, rows in written:
                 increment.rows |= {key: RowsFile(files[key], places) for key, places in rows.items()}
             files |= {key: one.file for key, one in increment.rows.items()}
             last[ROWS_NAME] = memoryview(increment.index())
-        files |= {key: SavedFile(len(content), checksum_of(content), where) for key, content in last.items()}
+            base = increment.base_of(place)
+        files |= {key: SavedFile(len(content), checksum_of(content), name) for key, content in last.items()}
         for key, content in last.items():
-            place.write(name, key, content)
-        if increments is not None and increment is None:
-            increments.try_links(place)
-        checksums = Checksums(place, name, files, base)
-        if increments is None:
-            place.commit(checksums, also)
-            return
-        if increment is not None and isinstance(place, StorePlace) and place.lacks_files_of_others(checksums):
+            place.store.put(f"{folders[0]}/{key}", [content])
+        manifest = Manifest(place.store, place.name, name, files, base, resumes)
+        if increments is not None and increment is not None and (gone := manifest.lacks(of_others=True)):
             is_gone = True
-            or_warn(partial(place.drop, name))
-            increments.lose(f"{place} was not saved with it, and the next checkpoint is whole")
+            or_warn(partial(place.drop, folders))
+            increments.lose(gone[0], f"{place} was not saved with it, and the next checkpoint is whole")
             return
-        increments.saved(checksums, commit(place, checksums, also), increment)
+        if shares:
+            place.store.remove_empty_folder(folders[1])  # if no row has changed
+        place.commit(manifest, folders[0], also)
+        if sweeps:
+            or_warn(place.sweep)
+        if increments is not None:
+            increments.saved(manifest, place, increment)
 
     if increment is not None:
         # Until the next backward the training thread would often wait for the interpreter that this one has.
         increment.wait()
     with writing(place):
-        [name, *_] = gather_objects(name, group)  # rank 0's
-        files, writer = _writer_of(place, name)
         on_rank_zero(begin, group)
+        [(name, folders), *_] = gather_objects((name, folders), group)  # rank 0's
+        own = SavedFiles(place.store, folders[0], name)
+        shared = SavedFiles(place.store, folders[1], f"../{folders[1]}")
         snapshot.wait()
-        save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
-        write_rows = None if increment is None else partial(increment.write, files, str(writer.path), _rank(group))
-        rows = {} if write_rows is None else together(write_rows, group)
-        written = gather_on_rank_zero((files.written, rows), group)
+        whole = shares and increment is None
+        save(
+            state,
+            storage_writer=_writer_of(shared if whole else own),
+            planner=_OneCopy(),
+            process_group=group,
+            no_dist=group is None,
+        )
+        rows = {} if increment is None else together(partial(increment.write, shared, _rank(group)), group)
+        written = gather_on_rank_zero(({**own.written, **shared.written}, rows), group)
         on_rank_zero(finish, group)
-        if increment is not None and place.is_store and gather_objects(is_gone, group)[0]:
+        if increment is not None and gather_objects(is_gone, group)[0]:
             return False
     if increments is not None:
         increments.end_save()
     return True
 
 
-def _writer_of(place: Place, save_name: str) -> tuple[HashingFiles, "_Writer"]:
-    """Return the files of a save, and what writes them."""
-    own_files, folder = place.writer_files(save_name)
+def _writer_of(files: SavedFiles) -> "_Writer":
     # With one file per rank, the writer of torch 2.13 keeps host copies of all tensors until the file is complete.
-    writer = _Writer(folder, single_file_per_rank=False, sync_files=not place.is_store, per_thread_copy_ahead=0)
-    writer.fs = files = HashingFiles(own_files, place.where(save_name))  # type: ignore[assignment]
-    writer.path = folder  # an address is no `Path`
-    return files, writer
+    writer = _Writer(files.folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
+    writer.fs = files  # type: ignore[assignment]
+    writer.path = files.folder  # an address is no `Path`
+    return writer
 
 
 def _rank(group: Group) -> int:
@@ -361,7 +360,7 @@ class _Writer(FileSystemWriter):
 
     @override
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        with disk_errors():
+        with hidden_os_error():
             return super().write_data(*args, **kwargs)
 
 
@@ -383,60 +382,46 @@ class _OneCopy(DefaultSavePlanner):
         return data
 
 
-def resolve_path(path: Path | Place) -> Place:
-    """Return the place of a checkpoint, perhaps its old name after a crash; raise a ValueError if it is not whole."""
-    place = as_place(path)
-    if not isinstance(place, LocalPlace):
-        return _resolve_store(place)
-    path = place.path
-    if not path.exists() and (is_folder(before := being_replaced(path)) or before.is_file()):
-        warnings.warn(f"{path} was being replaced; loading the previous checkpoint {before}.", stacklevel=2)
-        return LocalPlace(before)
-    if not path.exists():  # checked again: another process may have renamed it
-        left = " (an unfinished save left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
-        raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
-    if path.suffix == ".unfinished":
-        raise ValueError(
-            f"{path} is the leftover of an unfinished save. Load {path.with_suffix('')} if it exists, "
-            "or another checkpoint."
-        )
-    if path.is_dir() and is_folder(place):
+def resolve_path(place: Place) -> Place:
+    """Return the place of a checkpoint; raise a ValueError if what is there is none, or is not whole."""
+    if place.is_on_disk and is_unfinished(place.name):
+        raise ValueError(f"{place} is the leftover of an unfinished save. Load another checkpoint.")
+    if place.is_folder():
         return place
-    if not path.is_dir() and read_seal(path) is not None:
+    if not place.is_on_disk:
+        if place.holds_files():
+            raise ValueError(
+                f"{place} is no checkpoint: it has no {MARKER}, which a save writes last. It is the leftover of an "
+                "unfinished save, a copy that lacks files, or a folder of checkpoints. Load another checkpoint."
+            )
+        raise FileNotFoundError(f"Checkpoint file not found: {place}")
+    if not place.path.exists():
+        left = f" (an unfinished save left {some(place.unfinished())})" if place.unfinished() else ""
+        raise FileNotFoundError(f"Checkpoint file not found: {place}{left}")  # in Lightning's words
+    if place.is_file() and read_seal(place.path) is not None:
         return place  # a full file of this strategy, whole or damaged
-    if (why := why_no_checkpoint(path)) is not None:
+    if (why := why_no_checkpoint(place.path, place)) is not None:
         raise ValueError(why)
     return place
 
 
-def _resolve_store(place: Place) -> Place:
-    if is_folder(place):
-        return place
-    if isinstance(place, StorePlace) and place.holds_files():
-        raise ValueError(
-            f"{place} is no checkpoint: it has no {CHECKSUMS_NAME}, which a save writes last. It is the leftover of an "
-            "unfinished save, a copy that lacks files, or a folder of checkpoints. Load another checkpoint."
-        )
-    raise FileNotFoundError(f"Checkpoint file not found: {place}")
-
-
 def folder_at(path: Any) -> Place | None:
-    """Return the place of a checkpoint that is a folder; None if it may be a file, or there is nothing.
+    """Return the place of a checkpoint folder at an address of fsspec; None if it may be a file.
 
-    Raises a ValueError for a part of a folder in an object store, an ImportError if its package is not installed.
+    Raises a ValueError if there is a folder that is no checkpoint.
     """
-    if is_address(path) and not can_hold_folders(path):
+    if not can_hold_folders(path):
         return None
     place = place_at(path)
     try:
-        if is_folder(place):
+        if place.is_folder():
             return place
     except PermissionError:
         # A store says this of what is not there, to whoever may read files and not list them.
-        if isinstance(place, StorePlace) and place.is_file():
+        if place.is_file():
             return None
         raise
-    return _resolve_store(place) if isinstance(place, StorePlace) and place.holds_files() else None
+    return resolve_path(place) if place.holds_files() else None
 
 
 def discard_folder(path: Any, storage_options: Any) -> None:
@@ -447,17 +432,16 @@ def discard_folder(path: Any, storage_options: Any) -> None:
     options = storage_options if isinstance(storage_options, Mapping) else None  # else a CheckpointIO of the user's
 
     def discard() -> None:
-        if isinstance(place := place_at(path, options), StorePlace):
-            with suppress(FileExistsError):  # somebody else's files stay, and no load takes them for a checkpoint
-                place.check_replaceable()
-                place.discard_folder()
+        place = place_at(path, options)
+        with suppress(FileExistsError):  # somebody else's files stay, and no load takes them for a checkpoint
+            place.discard_folder()
 
     if can_hold_folders(path):
         or_warn(discard)
 
 
 def load_folder(
-    path: Path | Place,
+    place: Place,
     model: nn.Module,
     group: Group,
     *,
@@ -474,16 +458,16 @@ def load_folder(
     Raises a DamagedError if a file is not as it was saved, and a RuntimeError if the folder is of another model or
     another fused optimizer; tables may have been written in part by then.
     """
-    path = as_place(path)
 
-    def begin() -> tuple[dict[str, Any], Listed, ModelLoading]:
-        rest = _read_rest(path, weights_only=weights_only, checks_all=is_rank_zero(group))
-        listed = _saved(path, rest)
+    def begin() -> tuple[Manifest, dict[str, Any], Listed, ModelLoading]:
+        manifest = _manifest_of(place)
+        rest = _read_rest(manifest, weights_only=weights_only, checks_all=is_rank_zero(group))
+        listed = _saved(manifest, rest)
         of_model = ModelLoading(model, rest, listed)
-        of_model.check(path, strict=strict)
-        return rest, listed, of_model
+        of_model.check(place, strict=strict)
+        return manifest, rest, listed, of_model
 
-    rest, listed, of_model = together(begin, group, alike=(ValueError,))  # what the files are
+    manifest, rest, listed, of_model = together(begin, group, alike=(ValueError,))  # what the files are
     saved, state = listed.pieces, cast(State, {MODEL: of_model.pieces()})
     # The saved ones are read beside the module's own, which say what this run's shards are.
     segments = {key: name for key, name in segment_names(model).items() if key in state[MODEL]}
@@ -499,12 +483,12 @@ def load_folder(
     there = saved.get(COLLISIONS, {})
     state[COLLISIONS] = {key: torch.empty(there[key][0], dtype=there[key][1]) for key in pieces_for(there, group)}
     state = {part: values for part, values in state.items() if values}
-    with _loading(path):
-        for folder, pieces in _by_folder(path, state).items():
-            reader, planner = SafeReader(folder), SafePlanner(weights_only)
+    with _loading(place):
+        for part, pieces in _by_part(manifest, state):
+            reader, planner = SafeReader(part), SafePlanner(weights_only)
             load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    if is_incremental(path):
-        together(partial(put_rows, path, state), group, alike=(DamagedError,))
+    if is_incremental(manifest):
+        together(partial(put_rows, manifest, state), group, alike=(DamagedError,))
     state.setdefault(MODEL, {})
     saved_segments = {name: state[MODEL][key] for key, name in segments.items()}
     for move in move_ids(model, saved_segments, group):
@@ -520,23 +504,26 @@ def load_folder(
     return {**rest, "state_dict": of_model.state_dict(state[MODEL]), **loaded}
 
 
-def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, Any]:
+def read_folder(path: str | os.PathLike[str] | Place, *, weights_only: bool | None) -> dict[str, Any]:
     """Return what a full file of a checkpoint folder has, with unsharded tensors on the host; needs no other ranks.
 
     Holds these tensors and one shard. Raises a DamagedError if a file is not as it was saved, and a RuntimeError for
     objects that `weights_only` rejects.
     """
-    place = as_place(path)
-    rest = _read_rest(place, weights_only=weights_only, checks_all=True)
+    place = path if isinstance(path, Place) else place_at(path)
+    manifest = _manifest_of(place)
+    rest = _read_rest(manifest, weights_only=weights_only, checks_all=True)
     state: State = {}
     with _loading(place):
         # What an incremental folder has itself comes before what its base has.
-        for folder in [place, base_of(place)] if is_incremental(place) else [place]:
-            reader = SafeReader(folder)
+        for part in (manifest, manifest.base):
+            if part is None:
+                continue
+            reader = SafeReader(part)
             metadata = reader.read_metadata()
             names, known = metadata.state_dict_metadata, metadata.planner_data
             paths = {name: known[name] if len(known.get(name, ())) > 1 else name.partition(".")[::2] for name in names}
-            wanted = {name: keys for name, keys in paths.items() if folder is place or _is_of_base(keys, state, rest)}
+            wanted = {name: keys for name, keys in paths.items() if part is manifest or _is_of_base(keys, state, rest)}
             flat: dict[str, Any] = {}
             for name in wanted:
                 entry = names[name]
@@ -546,8 +533,8 @@ def read_folder(path: Path | Place, *, weights_only: bool | None) -> dict[str, A
             load(flat, storage_reader=reader, planner=SafePlanner(weights_only), no_dist=True)
             for name, keys in wanted.items():
                 put_at(state, keys, flat.pop(name))
-    if is_incremental(place):
-        put_rows(place, state)
+    if is_incremental(manifest):
+        put_rows(manifest, state)
     tensors = {key: with_lists(value) for key, value in state.pop(MODEL, {}).items()}
     rest.pop(SHARDED_NAMES, None)
     restore_objects(rest, tensors)
@@ -576,36 +563,37 @@ def _loading(path: Place) -> Iterator[None]:
         raise RuntimeError(f"could not load {path} into this model: {_in_words(err)}. {OTHER_TABLES}") from err
 
 
-def _read_rest(place: Place, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
+def _manifest_of(place: Place) -> Manifest:
+    """Return the manifest of a checkpoint; raise a DamagedError if there is none."""
+    manifest = place.manifest()
+    if manifest is None:
+        raise DamagedError(damaged_part(place, MARKER, "is missing"))
+    return manifest
+
+
+def _read_rest(manifest: Manifest, *, weights_only: bool | None, checks_all: bool) -> dict[str, Any]:
     """Return what `meta.pt` has; with `checks_all` raise a DamagedError if any file is missing, short or long."""
-    checksums, rest_name = read_checksums(place), INCREMENT_NAME if is_incremental(place) else METADATA_NAME
-    known = checksums or Checksums(place, "", {rest_name: SavedFile(0, "")})
-    with known.checked(rest_name) as file:
-        for name in known.files if checks_all else ():
-            known.check_size(name)
-        rest = read_file(file, weights_only=weights_only, shown=f"{place}/{rest_name}")
-    save, base_save = rest.pop(_SAVE, ""), rest.pop(_BASE, None)
-    if checksums is None and (save or rest_name != METADATA_NAME):
-        raise DamagedError(damaged_part(place, CHECKSUMS_NAME, "is missing"))
-    if checksums is not None and checksums.save != save:
-        raise DamagedError(damaged_part(place, CHECKSUMS_NAME, f"is of another save than its {rest_name}"))
-    if base_save is not None:
-        base = read_checksums(base_of(place))
-        if base is None:
-            raise DamagedError(damaged_part(place, f"{BASE_FOLDER}/{CHECKSUMS_NAME}", "is missing"))
-        if base.save != base_save:
-            raise DamagedError(damaged_part(place, BASE_FOLDER, "is of another save"))
-        for name in base.files.keys() - {METADATA_NAME} if checks_all else ():
-            base.check_size(name)
+    rest_name = INCREMENT_NAME if is_incremental(manifest) else METADATA_NAME
+    with manifest.checked(rest_name) as file:
+        parts = [manifest] if manifest.base is None else [manifest, manifest.base]
+        for part in parts if checks_all else ():
+            for name in part.files:
+                part.check_size(name)
+        rest = read_file(file, weights_only=weights_only, shown=f"{manifest.shown}/{rest_name}")
+    if manifest.save != rest.pop(_SAVE, ""):
+        raise DamagedError(damaged_part(manifest.shown, MARKER, f"is of another save than its {rest_name}"))
+    base_save = rest.pop(_BASE, None)
+    if (None if manifest.base is None else manifest.base.save) != base_save:
+        raise DamagedError(damaged_part(manifest.shown, MARKER, "lists the base of another save"))
     rename_former_entries(rest)
     return rest
 
 
-def _saved(path: Place, rest: Mapping[str, Any]) -> Listed:
-    """Return what a folder's tensors are; of an incremental one also those in its base that it has not written anew."""
-    own = _listed(path)
-    if is_incremental(path):
-        base = _listed(base_of(path))
+def _saved(manifest: Manifest, rest: Mapping[str, Any]) -> Listed:
+    """Return what a checkpoint's tensors are; also those in its base that it has not written anew."""
+    own = _listed(manifest)
+    if manifest.base is not None:
+        base = _listed(manifest.base)
         for part in (MODEL, FUSED):
             pieces = {name: entry for name, entry in base.pieces[part].items() if may_have_rows(part, name, rest)}
             own.pieces[part] = {**pieces, **own.pieces[part]}
@@ -613,23 +601,23 @@ def _saved(path: Place, rest: Mapping[str, Any]) -> Listed:
     return own
 
 
-def _by_folder(path: Place, state: State) -> dict[Place, State]:
-    """Return the folders of a checkpoint, each with the pieces that are loaded from it."""
-    if not is_incremental(path):
-        return {path: state}
-    own = _listed(path).pieces
-    base = base_of(path)
-    divided: dict[Place, State] = {base: {}, path: {}}
+def _by_part(manifest: Manifest, state: State) -> list[tuple[Manifest, State]]:
+    """Return a checkpoint and its base, each with the pieces that are loaded from it."""
+    if manifest.base is None:
+        return [(manifest, state)]
+    own = _listed(manifest).pieces
+    of_base: State = {}
+    of_own: State = {}
     for part, pieces in state.items():
         for name, piece in pieces.items():
-            folder = path if name in own.get(part, {}) else base
-            divided[folder].setdefault(part, {})[name] = piece
-    return divided
+            divided = of_own if name in own.get(part, {}) else of_base
+            divided.setdefault(part, {})[name] = piece
+    return [(manifest.base, of_base), (manifest, of_own)]
 
 
-def _listed(path: Place) -> Listed:
+def _listed(manifest: Manifest) -> Listed:
     listed = Listed()
-    listed.add(SafeReader(path).read_metadata())
+    listed.add(SafeReader(manifest).read_metadata())
     return listed
 
 

@@ -27,13 +27,10 @@ from ..checkpoint import (
     FolderSaver,
     Generators,
     Increments,
-    LocalPlace,
-    Place,
-    is_folder,
 )
 from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
-from ..storage import is_address
+from ..storage import Place, can_hold_folders, is_address, or_warn, place_at
 from ..tables import hands_out_rows, has_tables, processor_buffers, rate_setter
 from ..text import some, without_secrets
 from . import checkpoint_links, first_words, found_checkpoints, mid_step
@@ -215,7 +212,9 @@ class SavesShards(HasRun):
             checkpoint[ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
-        first = self._first_last(place) if resumable and place is not None and self.is_global_zero else None
+        also: list[Place] = []
+        if resumable and place is not None and self.is_global_zero:
+            also = checkpoint_links.last_ones(self.running_trainer, place)
         generators = self._generators_of_place()
         if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group, generators)
@@ -227,9 +226,8 @@ class SavesShards(HasRun):
                 if self.is_global_zero:
                     checkpoints.discard_folder(filepath, storage_options)  # of the same name, which loads would prefer
                 return
-            assert isinstance(place, LocalPlace)
-            also = first.path if isinstance(first, LocalPlace) else None
-            checkpoints.write_file(content, place.path, self.checkpoint_group, also=also)
+            assert place is not None
+            checkpoints.write_file(content, place, self.checkpoint_group, also=also)
         else:
             assert place is not None
             self._tell_of_folders(place)
@@ -238,19 +236,14 @@ class SavesShards(HasRun):
                 place,
                 module,
                 asynchronous=self._is_in_thread,
-                also=first,
+                also=also,
+                resumes=resumable,
                 increments=increments,
                 follows=all_follow,
                 generators=generators,
             )
-        # From here on "last" finds this checkpoint as soon as it is complete.
         if not serves:
             self._newest = place  # complete before `on_commit` calls anything
-        for bridge, is_last in checkpoint_links.bridges(self.running_trainer, place) if self.is_global_zero else []:
-            if is_last:
-                self._on_commit(place, bridge.discard)
-            elif resumable:
-                self._on_commit(place, partial(bridge.lead, place))
 
     def _tell_of_folders(self, place: Place) -> None:
         """Say once how a folder is read without this strategy: Lightning's own error says that it is a folder."""
@@ -275,24 +268,14 @@ class SavesShards(HasRun):
         if saved_format != FULL:
             return checkpoints.check_folder_path(filepath, storage_options, self.world_size)
         plain = _is_plain_file(filepath, storage_options, self.checkpoint_io)
-        return checkpoints.place_at(filepath) if plain else None
+        return place_at(filepath) if plain else None
 
-    def _on_commit(self, place: Place, action: Callable[[], None]) -> None:
+    def _on_commit(self, action: Callable[[], None]) -> None:
         """Call a function on this rank when the save under way is complete; if that fails then, training goes on.
 
         Users may have renamed, removed or replaced by then what the function acts on.
         """
-        self._folder_saver.on_commit(partial(checkpoints.or_warn, action))
-
-    def _first_last(self, place: Place) -> Place | None:
-        """Return a second name under which "last" finds this checkpoint, if there is no last checkpoint yet."""
-        # With `save_last=True` Lightning saves it again as the last checkpoint; until then "last" finds nothing else.
-        for bridge, is_last in checkpoint_links.bridges(self.running_trainer, place):
-            stem, _, suffix = bridge.name.partition(".new")
-            with suppress(OSError):  # of a store; if it lasts, the save fails too, and all ranks say so
-                if not is_last and not place.names_beside(stem, suffix):
-                    return bridge
-        return None
+        self._folder_saver.on_commit(partial(or_warn, action))
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -304,17 +287,17 @@ class SavesShards(HasRun):
     def remove_checkpoint(self, filepath: Any) -> None:
         # Only once the checkpoint that was saved after it is complete.
         remove_own = partial(super().remove_checkpoint, filepath)
-        in_store = self._is_sharded and checkpoints.can_hold_folders(filepath)
+        in_store = self._is_sharded and can_hold_folders(filepath)
         if not _is_plain_file(filepath, None, self.checkpoint_io) and not in_store:
             self._folder_saver.on_commit(remove_own)
         elif self.is_global_zero:
             last = checkpoint_links.keeping_last(self.running_trainer)
             stems = {callback.CHECKPOINT_NAME_LAST for callback in last}
-            place = checkpoints.place_at(filepath)
+            place = place_at(filepath)
             remove = partial(_remove, place, self._newest, stems)
             # An earlier fit may have written a folder there, and other checkpoints may list its files.
             may_be_file = in_store and self._format_of_saves == FULL
-            self._on_commit(place, lambda: remove_own() if may_be_file and not is_folder(place) else remove())
+            self._on_commit(lambda: remove_own() if may_be_file and not place.is_folder() else remove())
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -341,15 +324,15 @@ class SavesShards(HasRun):
                     shown = without_secrets(str(checkpoint_path))
                     err.add_note(f"{loader} could not load {shown}. Pass the path of a whole checkpoint.")
                     raise
-            place = checkpoints.resolve_path(checkpoints.place_at(checkpoint_path))
-            return place, is_folder(place)
+            place = checkpoints.resolve_path(place_at(checkpoint_path))
+            return place, place.is_folder()
 
         def read_file() -> tuple[Any, bool]:
             return checkpoints.load_file(checkpoint.path, weights_only=weights_only), False
 
         read_alike = partial(found_checkpoints.read_alike, path=checkpoint_path, group=self.checkpoint_group)
         checkpoint: Any = read_alike(find)
-        if isinstance(checkpoint, LocalPlace) and not is_folder(checkpoint):
+        if isinstance(checkpoint, Place) and not checkpoint.is_folder():
             checkpoints.check_file(checkpoint.path, self.checkpoint_group)  # before anything of it is used
             checkpoint = read_alike(read_file)
         if not isinstance(checkpoint, dict):  # of a folder, which all ranks read together
@@ -437,8 +420,6 @@ def _remove(place: Place, newest: Place | None, stems: set[str]) -> None:
     if newest is not None and newest != place:
         for link in place.links_to(stems):
             link.lead(newest)
-    if isinstance(place, LocalPlace):
-        place.check_replaceable()  # users may have put a folder of theirs there
     place.discard()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..checkpoint import Place, or_warn, place_at
 from ..compat.lightning import replace_link
+from ..storage import Place, or_warn, place_at
 
 OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
 
@@ -23,16 +23,17 @@ def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
             replace_link(callback, partial(_link, on_commit), undo)
 
 
-def bridges(trainer: Trainer | None, place: Place) -> list[tuple[Place, bool]]:
-    """Return the bridges beside a checkpoint that is being saved, each with whether it is a last checkpoint itself."""
-    # With save_last=True Lightning saves a checkpoint under its own name, then again as the last one. Until that is
-    # complete, a bridge (the link `last.new.ckpt`) leads to the first; Lightning's search for "last" finds it.
-    found: dict[Place, bool] = {}
+def last_ones(trainer: Trainer | None, place: Place) -> list[Place]:
+    """Return the last checkpoints that will be replaced after one is saved at this place."""
+    # With save_last=True Lightning saves a checkpoint under its own name, then again as the last one. Meanwhile the
+    # last one is the first, too.
+    found: list[Place] = []
     for callback in keeping_last(trainer):
-        stem = callback.CHECKPOINT_NAME_LAST
-        if callback.dirpath is not None and place.is_in(str(callback.dirpath)):
-            found[place.beside(f"{stem}.new{callback.FILE_EXTENSION}")] = place.name.startswith(stem)
-    return list(found.items())
+        if callback.last_model_path:
+            last = place_at(callback.last_model_path)
+            if last != place and last == place.beside(last.name) and last.exists():
+                found.append(last)
+    return found
 
 
 def keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
@@ -47,6 +48,4 @@ def _link(on_commit: OnCommit, trainer: Trainer, filepath: Any, linkpath: Any) -
     if trainer.is_global_zero and place != link:
         # By then users may have renamed what it leads to, or have put something else in its place.
         on_commit(partial(or_warn, partial(link.lead, place)))
-        for bridge, _ in bridges(trainer, link):
-            on_commit(partial(or_warn, bridge.discard))
     trainer.strategy.barrier()

@@ -1,4 +1,4 @@
-"""Find "last", and a requeued job's checkpoint, in an object store: Lightning's search finds them on disks only.
+"""Find "last", and a requeued job's checkpoint, also in an object store, and only if it is whole.
 
 Lightning 2.6 drops the protocol of what it has listed, and takes a part of a checkpoint for a whole one.
 """
@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from ..checkpoint import StorePlace
+from ..checkpoint import can_resume
 from ..compat.lightning import checkpoint_folder, last_checkpoints, wrap_checkpoint_search
-from ..storage import is_address
+from ..storage import is_address, place_at
 
 Saver = TypeVar("Saver")
 
@@ -27,7 +27,7 @@ _REQUEUED = "hpc_ckpt_"  # how Lightning names the checkpoints of requeued jobs,
 
 
 def searches_stores(trainer: Trainer | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a trainer's function that finds checkpoints in object stores, too."""
+    """Return a trainer's function that finds whole checkpoints, also in object stores."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -53,21 +53,24 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
     is_last = ckpt_path == "last" or (
         ckpt_path is None and trainer.state.fn == TrainerFn.FITTING and bool(_savers(trainer, OnExceptionCheckpoint))
     )
-    if not is_last or not any(is_address(folder) for folder in _folders(trainer)):
+    if not is_last:
         in_part = ckpt_path is None and is_address(trainer.default_root_dir) and SLURMEnvironment.detect()
-        found_on_disk = None if in_part and kwargs.get("model_provided") else own(fn, ckpt_path, **kwargs)
-        if ckpt_path == "last" and found_on_disk is None:
-            _refuse_broken_links(trainer)
-        return found_on_disk
+        return None if in_part and kwargs.get("model_provided") else own(fn, ckpt_path, **kwargs)
     found = dict(_last(trainer))
+    if not found and ckpt_path == "last":
+        _refuse_broken_links(trainer)
+        found = dict(_newest(trainer))  # a crash before the first last one was complete has left it
+        if found:
+            rank_zero_warn(f'{fn.value}(ckpt_path="last"): there is no last checkpoint, but a newest one.')
+    if not found and not any(is_address(folder) for folder in _folders(trainer)):
+        return own(fn, ckpt_path, **kwargs)
     if not found:
         rank_zero_warn(
             f'.{fn.value}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be '
             "loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."  # in Lightning's words
         )
         return None
-    # Stores count whole seconds. The bridge `last.new.ckpt` exists as long as it is newer than `last.ckpt`.
-    return max(found, key=lambda path: (found[path], ".new." in path.rpartition("/")[2], path))
+    return max(found, key=lambda path: (found[path], path))  # stores count whole seconds
 
 
 def _refuse_broken_links(trainer: Trainer) -> None:
@@ -96,26 +99,33 @@ def _folders(trainer: Trainer) -> list[str]:
 
 
 def _last(trainer: Trainer) -> Iterator[tuple[str, float]]:
-    """Yield (path or address, time in seconds) of each last checkpoint; in an object store only if it is whole."""
+    """Yield (path or address, time in seconds) of each last checkpoint that is whole."""
     paths = {one.ckpt_path for one in _savers(trainer, OnExceptionCheckpoint)}
     for callback in _savers(trainer, ModelCheckpoint):
         folder = checkpoint_folder(callback, trainer)
-        if not is_address(folder):
+        if is_address(folder):
+            paths |= _names_in(folder, callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION)
+        else:
             paths |= last_checkpoints(callback, trainer)
-            continue
-        stem = StorePlace(f"{folder.rstrip('/')}/{callback.CHECKPOINT_NAME_LAST}")
-        paths |= {stem.beside(name).address for name in stem.names_beside(stem.name, callback.FILE_EXTENSION)}
-    for path in paths:
-        if not is_address(path):
-            if os.path.exists(path):
-                yield path, os.path.getmtime(path)
-        elif (place := StorePlace(path)).exists():
-            yield path, place.modified()
+    yield from ((str(path), place_at(path).modified()) for path in paths if place_at(path).exists())
+
+
+def _newest(trainer: Trainer) -> Iterator[tuple[str, float]]:
+    """Yield (path or address, time in seconds) of each checkpoint of callbacks that keep a last one."""
+    for callback in _savers(trainer, ModelCheckpoint):
+        for path in _names_in(checkpoint_folder(callback, trainer), "", callback.FILE_EXTENSION):
+            if callback.save_last and can_resume(place := place_at(path)):
+                yield path, place.modified()
+
+
+def _names_in(folder: str, stem: str, suffix: str) -> set[str]:
+    folder = folder.rstrip("/")
+    return {f"{folder}/{name}" for name in place_at(f"{folder}/{stem or '_'}").names_beside(stem, suffix)}
 
 
 def _newest_requeued(trainer: Trainer) -> str | None:
     """Return the address of the newest whole checkpoint of a requeued job; None without one."""
-    place = StorePlace(f"{str(trainer.default_root_dir).rstrip('/')}/{_REQUEUED}")
-    names = place.names_beside(_REQUEUED, "")
+    folder = str(trainer.default_root_dir).rstrip("/")
+    names = {path.rpartition("/")[2] for path in _names_in(folder, _REQUEUED, "")}
     numbers = {int(found.group(1)): name for name in names if (found := re.match(rf"{_REQUEUED}(\d+)\.ckpt$", name))}
-    return place.beside(numbers[max(numbers)]).address if numbers else None
+    return f"{folder}/{numbers[max(numbers)]}" if numbers else None

@@ -3,9 +3,10 @@
 import os
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -38,6 +39,8 @@ class ObjectStore:
         ValueError: fsspec does not know the address's protocol.
     """
 
+    holds_both = True  # a name may be that of a file and of a folder
+
     def __init__(self, address: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
         self.address, options = os.fspath(address), dict(options or {})
         self._words = Words(str(self), self.address, _ADVICE, options)
@@ -51,6 +54,10 @@ class ObjectStore:
 
     def __repr__(self) -> str:
         return f"ObjectStore({str(self)!r})"
+
+    def shown(self, name: str) -> str:
+        """Return a name with what leads to it, for messages: without secrets."""
+        return f"{str(self).rstrip('/')}/{name}"
 
     def check(self) -> None:
         """Make the folder, and write and remove a file."""
@@ -132,6 +139,10 @@ class ObjectStore:
                     files.rm_file(unfinished)
                 raise
 
+    def prepared(self, name: str, pieces: Sequence[Piece]) -> Callable[[], None]:
+        """Return the function that keeps a file."""
+        return partial(self.put, name, pieces)
+
     def _is_any_of(self, protocols: Collection[str]) -> bool:
         own = self._files.protocol
         return any(one in protocols for one in ([own] if isinstance(own, str) else own))
@@ -151,10 +162,15 @@ class ObjectStore:
                     file.closed = True  # its end would complete it
                 raise
 
-    def copy(self, name: str, other: str) -> None:
-        """Copy a file within the store."""
+    def sync(self, folder: str) -> None:
+        """Do nothing: what is written is durable."""
+
+    def rename(self, name: str, other: str) -> None:
+        """Give a file another name: copy it, and remove it."""
         with self._words.errors("write to"):
             self._files.cp_file(self._path(name), self._path(other))
+        with suppress(OSError):  # it is in the way of nothing, and not everybody may remove
+            self.remove([name])
 
     def make_folder(self, name: str) -> None:
         """Make a folder, where the store has folders."""
@@ -187,6 +203,10 @@ class ObjectStore:
         """Let others in this process see what is new: they list with a file system of their own, which keeps lists."""
         with suppress(Exception):
             fsspec.core.url_to_fs(self.address)[0].invalidate_cache()
+
+    def is_link(self, name: str) -> bool:
+        """Return False: there are no links."""
+        return False
 
     def _path(self, name: str) -> str:
         return f"{self._folder.rstrip('/')}/{name}" if name else self._folder

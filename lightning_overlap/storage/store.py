@@ -76,6 +76,20 @@ def joined(pieces: Sequence[Piece]) -> bytes:
     return whole.getvalue()
 
 
+@contextmanager
+def hidden_os_error() -> Iterator[None]:
+    """Raise the error of the disk that another error hides: torch writes the end of a file that it could not write."""
+    try:
+        yield
+    except Exception as err:
+        hidden: BaseException | None = err
+        while hidden is not None and not isinstance(hidden, OSError):
+            hidden = hidden.__cause__ or hidden.__context__
+        if hidden is None or hidden is err:
+            raise
+        raise hidden from None
+
+
 @dataclass(frozen=True)
 class Words:
     """How errors of a store are told."""
@@ -98,7 +112,12 @@ class Words:
         except StoreError:
             raise
         except Exception as err:
-            kinds = {FileNotFoundError: MissingFileError, PermissionError: RefusedError} | {one: one for one in keeps}
+            missing = (FileNotFoundError, NotADirectoryError)
+            kinds: dict[type[Exception], type[Exception]] = {
+                **dict.fromkeys(missing, MissingFileError),
+                PermissionError: RefusedError,
+            }
+            kinds |= {one: one for one in keeps}
             kind = next((kind for of, kind in kinds.items() if isinstance(err, of)), StoreError)
             advice = f". {self.advice}" if issubclass(kind, StoreError) and kind is not MissingFileError else ""
             shown = f"{name} of {self.store}" if name else self.store

@@ -91,8 +91,7 @@ def train(
     case = planned(case, plan)
     model = model_class(case)
     if kwargs.get("checkpoint_format") == "incremental":
-        early = f"{folder}/early.ckpt" if "://" in folder else f"{folder}.early.ckpt"  # a store has no links
-        callbacks = (*callbacks, SavesEarly(early))
+        callbacks = (*callbacks, SavesEarly(f"{folder}/early.ckpt"))
         kwargs.setdefault("most_increments", 10)
     if resume is not None:
         zeroed(model)

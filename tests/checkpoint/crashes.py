@@ -17,18 +17,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import LocalPlace, Place, atomic, sharded_folder
-from lightning_overlap.checkpoint.incremental import put_rows
-from lightning_overlap.checkpoint.safe_metadata import SafeReader
+from lightning_overlap.checkpoint import read_folder, sharded_folder
 from lightning_overlap.plugin.stored_checkpoints import searches_stores
+from lightning_overlap.storage import SHARED, disk_store, place_at
 
 from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
 from ..support.disk_changes import before_each_change, killed_before
 from ..support.fits import make_trainer
+from ..support.saved import manifest_of
 
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
 NUM_STEPS = 2
@@ -67,7 +65,7 @@ def fit_and_crash(
             places.append(copies / str(len(places)))
             shutil.copytree(place, places[-1], symlinks=True, copy_function=_copy)
 
-    no_exchange = mock.patch.object(atomic, "exchange", return_value=False)
+    no_exchange = mock.patch.object(disk_store, "exchange", return_value=False)
     with warnings.catch_warnings(action="ignore"), no_exchange if not exchanges else warnings.catch_warnings():
         if before is not None:
             _fit(place, *before)
@@ -86,13 +84,17 @@ def fit_and_crash(
             every = [_step_of(path, sums, known) for path in copied.glob("*.ckpt")]
             last, newest = _last(copied), max(copied.glob("*.ckpt"), key=os.path.getmtime, default=None)
             steps = [0 if path is None else _step_of(path, sums, known) for path in (last, newest)]
-            left[key] = Left(*steps, max(every, default=0), sorted(path.name for path in copied.iterdir()))
+            left[key] = Left(*steps, max(every, default=0), sorted(path.name for path in copied.glob("*.ckpt")))
             kind = "" if last is None else f"{last.name} {last.is_symlink()} {len(every)}"
             if last is not None and kind not in began and len(began) < num_resumed:
                 next_step = steps[0] + 1
                 began[kind] = _fit(copied, how, save_last, num_steps=next_step, resume=True) == (steps[0], next_step)
     assert all(len(of_step) == 1 for of_step in sums.values()), "parts of two checkpoints in one"
-    return list(left.values()), sorted(path.name for path in place.iterdir()), began
+    lists = [path for path in place.glob("*.ckpt") if path.is_dir()]
+    shared = {save for path in lists for save in manifest_of(path).saves() if save.startswith(SHARED)}
+    left_over = sorted({f"{SHARED}/{path.name}" for path in place.glob(f"{SHARED}/*")} ^ shared)
+    names = sorted(path.name for path in place.iterdir() if path.name != SHARED)
+    return list(left.values()), [*names, *left_over], began
 
 
 def fit_until_killed(folder: str, how: str, rank: int, num: int) -> None:
@@ -171,7 +173,7 @@ def _fit(
 
 @functools.cache
 def _searcher() -> tuple[Trainer, ModelCheckpoint]:
-    callback = ModelCheckpoint("_")
+    callback = ModelCheckpoint("_", save_last=True)
     return Trainer(accelerator="cpu", logger=False, callbacks=[callback]), callback
 
 
@@ -193,34 +195,14 @@ def _last(place: Path) -> Path | None:
     return None if found is None else Path(found)
 
 
-def weights_of(place: Path | Place) -> dict[str, torch.Tensor]:
-    reader = SafeReader(place)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith("model.")
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:
-    place = sharded_folder.resolve_path(path)
-    assert isinstance(place, LocalPlace)
-    path = place.path
+    place = sharded_folder.resolve_path(place_at(path))
     looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
     if looks in known:
         return known[looks]
-    is_incremental = (path / "increment.pt").is_file()
-    rest_name = "increment.pt" if is_incremental else "meta.pt"
-    rest = torch.load(path / rest_name if path.is_dir() else path, weights_only=True)
-    tensors = rest.get("state_dict", {}) | (weights_of(path) if path.is_dir() else {})
-    if is_incremental:
-        tensors = weights_of(path / "base") | tensors
-        put_rows(path, {"model": {name.removeprefix("model."): one for name, one in tensors.items()}})
-    known[looks] = step = int(rest["global_step"])
-    sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in tensors.values()))
+    content = read_folder(place, weights_only=True) if path.is_dir() else torch.load(path, weights_only=True)
+    known[looks] = step = int(content["global_step"])
+    sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in content["state_dict"].values()))
     return step
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +17,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_overlap.checkpoint import checksums
-from lightning_overlap.checkpoint.checksums import CHECKSUMS_NAME, Checksums, SavedFile, read_checksums
 from lightning_overlap.checkpoint.safe_metadata import SafeReader
+from lightning_overlap.storage import MARKER, Manifest, SavedFile, checksum_of, sealed_file
 
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Model
 from ..support.fits import make_strategy, make_trainer
+from ..support.saved import files_of, files_of_base, is_increment, manifest_of
 from .checkpoints import parts_of, zeroed
 
 SAVED_AT = 2, 4  # steps
@@ -29,22 +30,12 @@ SAVED_AT = 2, 4  # steps
 Load = Callable[[Path], Any]
 
 
-def remake_checksums(path: Path, *without: str) -> None:
-    """Give a changed folder right checksums, as anybody can who changes it on purpose."""
-    old = read_checksums(path)
-    assert old is not None
-    names = [entry.name for entry in path.iterdir() if entry.name not in (CHECKSUMS_NAME, *without)]
-    contents = {name: (path / name).read_bytes() for name in names}
-    files = {name: SavedFile(len(content), checksums.checksum_of(content)) for name, content in contents.items()}
-    (path / CHECKSUMS_NAME).write_bytes(Checksums(old.place, old.save, files).encode())
-
-
-def without_checksums(path: Path) -> None:
-    """Make a folder as it was before there were checksums."""
-    rest = torch.load(path / "meta.pt", weights_only=True)
-    del rest["lightning_overlap_save"]
-    torch.save(rest, path / "meta.pt")
-    (path / CHECKSUMS_NAME).unlink()
+def remake_manifest(path: Path) -> None:
+    """Give a changed folder a right manifest, as anybody can who changes it on purpose."""
+    old = manifest_of(path)
+    contents = {file.name: file.read_bytes() for file in (path / old.save).iterdir()}
+    files = {name: SavedFile(len(content), checksum_of(content), old.save) for name, content in contents.items()}
+    (path / MARKER).write_bytes(Manifest(old.store, old.name, old.save, files).encode())
 
 
 class _AtTheEnd(Callback):
@@ -74,7 +65,7 @@ class _AtTheEnd(Callback):
 def save_and_check(folder: Path, checkpoint_format: str, check: Callable[[Load], None], **kwargs: Any) -> None:
     model = Model(ROWWISE_ADAGRAD)
     strategy = make_strategy(model, checkpoint_format=checkpoint_format, most_increments=10)
-    small_pieces = mock.patch.multiple(checksums, _SMALLEST_PIECE=1 << 10, _OF_ONE_SIZE=3)
+    small_pieces = mock.patch.multiple(sealed_file, _SMALLEST_PIECE=1 << 10, _OF_ONE_SIZE=3)
     with small_pieces:
         trainer = make_trainer(strategy, callbacks=[_AtTheEnd(folder, check)], **kwargs)
         trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, SAVED_AT[1]))
@@ -133,12 +124,15 @@ def flip_bits(folder: str, checkpoint_format: str, max_examples: int) -> list[in
 
     def check(load: Load) -> None:
         path = Path(folder) / str(SAVED_AT[1])
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        if (path / "base").is_dir():  # of which only what the folder has not written anew is read
-            own, base = (SafeReader(one).read_metadata() for one in (path, path / "base"))
+        files = [path / MARKER, *files_of(path).values()] if path.is_dir() else [path]
+        if is_increment(path):  # what it has written anew is not read in its base
+            manifest = manifest_of(path)
+            assert manifest.base is not None
+            own, base = (SafeReader(one).read_metadata() for one in (manifest, manifest.base))
             places = base.storage_data.items()
             unread = {place.relative_path for index, place in places if index.fqn in own.state_dict_metadata}
-            files = [file for file in files if file.parent.name != "base" or file.name not in unread]
+            files += [file for name, file in files_of_base(path).items() if name not in unread]
+        files.sort()
         expected = load(path)
         from_an_end = st.tuples(st.sampled_from(files), st.integers(-300, 299))
         anywhere = st.sampled_from(files).flatmap(
@@ -173,10 +167,12 @@ def mix(folder: str, max_examples: int) -> int:
 
     def check(load: Load) -> None:
         first, second = (Path(folder) / str(step) for step in SAVED_AT)
-        names = sorted(file.name for file in first.iterdir())
-        assert names == sorted(file.name for file in second.iterdir())
+        # In folders of the same name, as markers do not say more of a file than its folder.
+        of_first, of_second = ({MARKER: one / MARKER, **files_of(one)} for one in (first, second))
+        names = sorted(of_first)
+        assert names == sorted(of_second)
         expected = load(first), load(second)
-        alike = {name for name in names if (first / name).read_bytes() == (second / name).read_bytes()}
+        alike = {name for name in names if of_first[name].read_bytes() == of_second[name].read_bytes()}
         mixture = Path(folder) / "mixture"
 
         @settings(max_examples=max_examples, deadline=None, database=None)
@@ -184,9 +180,11 @@ def mix(folder: str, max_examples: int) -> int:
         def swap(others: Collection[str]) -> None:
             nonlocal num_refused
             shutil.rmtree(mixture, ignore_errors=True)
-            shutil.copytree(first, mixture)
-            for name in others:
-                shutil.copy(second / name, mixture / name)
+            for save in {of_first["meta.pt"].parent.name, of_second["meta.pt"].parent.name}:
+                (mixture / save).mkdir(parents=True)
+                for name in names:
+                    source = (of_second if name in others else of_first)[name]
+                    shutil.copy(source, mixture / name if name == MARKER else mixture / save / name)
             changes = set(others) - alike
             is_whole = not changes or changes == set(names) - alike
             said = refused(load, mixture)
@@ -203,8 +201,8 @@ def mix(folder: str, max_examples: int) -> int:
     return num_refused
 
 
-def lose_each(folder: str, how: str) -> dict[str, str]:
-    """Lose a file, or a part of it; load, with and without checksums. Return name of the file -> messages."""
+def lose_each(folder: str, checkpoint_format: str, how: str) -> dict[str, str]:
+    """Lose a file, or a part of it; load. Return name of the file -> messages."""
     said: dict[str, str] = {}
     lose = {
         "missing": lambda file: file.unlink(),
@@ -213,22 +211,19 @@ def lose_each(folder: str, how: str) -> dict[str, str]:
     }[how]
 
     def check(load: Load) -> None:
-        whole = Path(folder) / str(SAVED_AT[1])
-        for checked in (True, False):
-            if not checked:
-                _on_rank_zero(lambda: without_checksums(whole))
-                load(whole)
-            for name in sorted(file.name for file in whole.iterdir()):
-                lost = Path(folder) / f"{name} {checked}"
+        path = Path(folder) / str(SAVED_AT[1])
+        files = {MARKER: path / MARKER, **files_of(path)}
+        of_base = files_of_base(path) if is_increment(path) else {}
+        files |= {f"{name} of the base": file for name, file in of_base.items()}
+        for name, file in sorted(files.items()):
+            kept = file.read_bytes()
+            dist.barrier()
+            _on_rank_zero(partial(lose, file))
+            said[name] = message(load, path)
+            dist.barrier()
+            _on_rank_zero(partial(file.write_bytes, kept))
 
-                def damage(name: str = name, lost: Path = lost) -> None:
-                    shutil.copytree(whole, lost)
-                    lose(lost / name)
-
-                _on_rank_zero(damage)
-                said[f"{name} {checked}"] = message(load, lost)
-
-    save_and_check(Path(folder), "sharded", check)
+    save_and_check(Path(folder), checkpoint_format, check)
     return said
 
 

@@ -11,16 +11,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_overlap.checkpoint import DamagedError, LocalPlace, incremental, place_at, read_folder, sharded_folder
+from lightning_overlap.checkpoint import read_folder, sharded_folder
+from lightning_overlap.storage import DamagedError, Place, place_at
 
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Model
 from ..support.fits import make_strategy, make_trainer
+from ..support.saved import files_of
 from .object_store import Objects, store_in
 from .stores import RUN
 
 CASE = ROWWISE_ADAGRAD
-DONE = ("rename", "remove", "replace", "back", "remove_a_file")
-WHEN = ("before", "linking", "in_thread", "committed")
+DONE = ("rename", "remove", "replace", "back", "remove_a_file", "remove_shared")
+WHEN = ("before", "in_thread", "committed")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ def harm(path: Path, done: str) -> None:
         path.rename(kept)
         shutil.copytree(path.with_name("0.ckpt"), path)
     if done == "remove_a_file":
-        next(path.rglob("*.distcp")).unlink()
+        files_of(path)[".metadata"].unlink()
+    if done == "remove_shared":
+        files = files_of(path)
+        shutil.rmtree(files[next(name for name in files if name.startswith("rows_"))].parent)
 
 
 class Moves(Callback):
@@ -103,13 +108,18 @@ def beside_calls(module: Any, name: str, do: Callable[[], None], *, after: bool 
     return lambda: setattr(module, name, own)
 
 
+def texts_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Return what warnings say of files that increments share."""
+    texts = (str(one.message) for one in caught)
+    return [text for text in texts if "the next increment was to share" in text]
+
+
 def fit(draw: Draw, folder: str) -> Found:
     moves, model = Moves(draw, folder), Model(CASE)
     undo = {
         "before": lambda: lambda: None,
-        "linking": lambda: beside_calls(incremental, "link_files", moves.do),
         "in_thread": lambda: beside_calls(sharded_folder, "_writer_of", moves.do),
-        "committed": lambda: beside_calls(LocalPlace, "commit", moves.do, after=True),
+        "committed": lambda: beside_calls(Place, "commit", moves.do, after=True),
     }[draw.when]()
     options = {"checkpoint_format": "incremental", "async_checkpoint": draw.is_async, "most_increments": 100.0}
     trainer = make_trainer(make_strategy(model, **options), callbacks=[moves])
@@ -118,7 +128,7 @@ def fit(draw: Draw, folder: str) -> Found:
             trainer.fit(model, datamodule=Batches(CASE, 12))
         finally:
             undo()
-    return Found(moves.tables, [str(one.message) for one in caught if "increment" in str(one.message)])
+    return Found(moves.tables, texts_of(caught))
 
 
 def fit_all(draws: list[Draw], folder: str) -> list[Found]:
@@ -131,12 +141,12 @@ def fit_all(draws: list[Draw], folder: str) -> list[Found]:
 
 
 class RemovesFromStore(Moves):
-    """Does the same in an object store: removes a checkpoint, or the one that has the base of all."""
+    """Does the same in an object store: removes a checkpoint, or the files that all share."""
 
     def do(self) -> None:
         if self.is_due:
             self.is_due = False
-            Objects().rm(f"{RUN}/{self.draw.done}.ckpt", recursive=True)
+            Objects().rm(f"{RUN}/{self.draw.done}", recursive=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
@@ -150,7 +160,7 @@ class RemovesFromStore(Moves):
 
 
 def fit_in_store(draw: Draw, folder: str) -> Found:
-    """Fit, saving to a store; `draw.done` is the checkpoint that is removed."""
+    """Fit, saving to a store; `draw.done` is what is removed."""
     with store_in(folder):
         removes, model = RemovesFromStore(draw, folder), Model(CASE)
         undo = beside_calls(sharded_folder, "_writer_of", removes.do if draw.when == "in_thread" else lambda: None)
@@ -161,7 +171,10 @@ def fit_in_store(draw: Draw, folder: str) -> Found:
                 trainer.fit(model, datamodule=Batches(CASE, 12))
             finally:
                 undo()
-        found = Found(removes.tables, [str(one.message) for one in caught if "increment" in str(one.message)])
+        found = Found(
+            removes.tables,
+            texts_of(caught),
+        )
         trainer.strategy.barrier()
         for name, tables in found.tables.items():
             place = place_at(f"{RUN}/{name}")

@@ -20,11 +20,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import LocalPlace, atomic, full_file, read_folder, sharded_folder
+from lightning_overlap.checkpoint import full_file, read_folder, sharded_folder
+from lightning_overlap.storage import DiskStore, Place, disk_store, place_at
 
 from ..support import cases
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_batch, make_plan
 from ..support.fits import make_strategy, make_trainer
+from ..support.saved import files_of, is_increment, saves_of_rows
 from .checkpoints import Evaluated, EvaluatedBatches, Trained, parts_of, save_to, train
 
 
@@ -38,7 +40,7 @@ class SaveAt(Callback):
         if trainer.global_step == self.step:
             self.parts = parts_of(module)
             trainer.save_checkpoint(self.path)
-            self.whole_at_once = sharded_folder.is_folder(Path(self.path))
+            self.whole_at_once = place_at(self.path).is_folder()
         if trainer.global_step == self.step + 3:
             self.written.set()
 
@@ -50,11 +52,11 @@ def slow_saves(*, disk_is_full: bool = False) -> Iterator[threading.Event]:
     """Write folders not before an event; an error if the disk is full."""
     event, write = threading.Event(), sharded_folder._write
 
-    def late(*args: Any) -> None:
+    def late(*args: Any, **kwargs: Any) -> None:
         event.wait(30)
         if disk_is_full:
             raise OSError("no space left")
-        write(*args)
+        write(*args, **kwargs)
 
     with mock.patch.object(sharded_folder, "_write", late):
         yield event
@@ -197,14 +199,14 @@ def save_beside_training(folder: str) -> SavesBeside:
             time.sleep(0.1)  # what is written later has time to be written too early
             now = list(seen)
             trainer.strategy.finish_save()
-            found.append(("rows" if (path / "base").is_dir() else "whole", now))
+            found.append(("rows" if is_increment(path) else "whole", now))
 
     names = ("barrier", "broadcast_object_list", "all_gather_object", "gather_object", "all_reduce")
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
-        for name in ("begin", "write", "commit"):
-            stack.enter_context(mock.patch.object(LocalPlace, name, noting("file", getattr(LocalPlace, name))))
+        for kind, name in ((Place, "begin"), (DiskStore, "put"), (DiskStore, "opened"), (Place, "commit")):
+            stack.enter_context(mock.patch.object(kind, name, noting("file", getattr(kind, name))))
         model = Model(ROWWISE_ADAGRAD)
         options = {"checkpoint_format": "incremental", "async_checkpoint": True, "most_increments": 10}
         trainer = make_trainer(make_strategy(model, **options), callbacks=[Saves()])
@@ -234,9 +236,10 @@ def save_each_step(folder: str, *, asynchronous: bool, most: float, others: bool
             tables = {table.name: trainer.strategy.table(table.name) for table in ROWWISE_ADAGRAD.tables}
             weights = read_folder(path, weights_only=True)["state_dict"]
             is_exact = all(torch.equal(weights[f"ebc.embedding_bags.{name}.weight"], tables[name]) for name in tables)
-            rows, own = [*path.glob("rows_*")], [one for one in path.iterdir() if one.name != "checksums.json"]
-            num_bytes = sum(file.stat().st_size for file in rows or own)
-            found.append(Saved({file.name.split("_")[1] for file in rows}, is_exact, num_bytes))
+            files = files_of(path)
+            rows = [file for name, file in files.items() if name.startswith("rows_")]
+            num_bytes = sum(file.stat().st_size for file in rows or files.values())
+            found.append(Saved(saves_of_rows(path), is_exact, num_bytes))
             dist.barrier()
 
     model = Model(ROWWISE_ADAGRAD)
@@ -290,8 +293,8 @@ def _memory_kb(name: str) -> int:
 
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
-    where = full_file if checkpoint_format == "full" else atomic
-    with mock.patch.object(where, "atomic_replace", side_effect=OSError("no space left")):
+    where, name = (disk_store, "take_name") if checkpoint_format == "full" else (Place, "commit")
+    with mock.patch.object(where, name, side_effect=OSError("no space left")):
         return save_to(path, checkpoint_format=checkpoint_format)
 
 

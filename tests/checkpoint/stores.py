@@ -1,7 +1,6 @@
 """Save to, load from, and break object stores. Functions that ranks run."""
 
 import os
-import posixpath
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -16,13 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint import StorePlace, place_at, read_folder
-from lightning_overlap.checkpoint.checksums import read_checksums
-from lightning_overlap.checkpoint.incremental import is_incremental
-from lightning_overlap.checkpoint.not_checkpoints import CHECKSUMS_NAME
+from lightning_overlap.checkpoint import read_folder
+from lightning_overlap.storage import MARKER, place_at
 
 from ..support.cases import TABLE_WISE, Batches
 from ..support.fits import make_trainer
+from ..support.saved import is_increment, manifest_of
 from . import checkpoints
 from .crashes import NUM_STEPS, ONE_TABLE, Left, Small, last_at, options_of
 from .object_store import Objects, before_each_change, needing, store_in
@@ -46,13 +44,11 @@ def fit(how: str, num_steps: int, *, resume: bool = False, address: str = RUN, *
 
 def step_of(address: str, sums: dict[int, set[float]]) -> int:
     """Read all of a checkpoint, which has to be whole; note the sum of its weights by step, and return the step."""
-    place = place_at(address)
-    checksums = read_checksums(place)
-    assert checksums is not None
-    for name in checksums.files:
-        with checksums.checked(name):
+    manifest = manifest_of(address)
+    for name in manifest.files:
+        with manifest.checked(name):
             pass
-    checkpoint = read_folder(place, weights_only=True)
+    checkpoint = read_folder(address, weights_only=True)
     step, weights = int(checkpoint["global_step"]), checkpoint["state_dict"].values()
     sums.setdefault(step, set()).add(sum(float(tensor.double().sum()) for tensor in weights))
     return step
@@ -60,23 +56,17 @@ def step_of(address: str, sums: dict[int, set[float]]) -> int:
 
 def names_in(address: str) -> list[str]:
     """Names of whole checkpoints."""
-    return sorted(StorePlace(f"{address}/_").names_beside("", ".ckpt"))
+    return sorted(place_at(f"{address}/_").names_beside("", ".ckpt"))
 
 
 def unlisted(address: str = RUN) -> list[str]:
     """Files in a folder of a store that no whole checkpoint has."""
     above, has = Objects._strip_protocol(address), set()
     for name in names_in(address):
-        place, at = place_at(f"{address}/{name}"), f"{above}/{name}"
-        listed = read_checksums(place)
-        has.add(at)  # of a full file
-        parts = [] if listed is None else [(at, listed), (at, listed.base)]
-        if listed is not None and is_incremental(place) and listed.base is None:  # one of a disk
-            parts.append((f"{at}/base", read_checksums(place_at(f"{address}/{name}/base"))))
-        for folder, of_part in parts:
-            files = {} if of_part is None else of_part.files
-            has |= {posixpath.normpath(f"{folder}/{one.where}/{file}") for file, one in files.items()}
-            has.add(f"{folder}/{CHECKSUMS_NAME}")
+        manifest, at = place_at(f"{address}/{name}").manifest(), f"{above}/{name}"
+        has |= {at, f"{at}/{MARKER}"}  # of a full file, or of a folder
+        for part in (None,) if manifest is None else (manifest, manifest.base):
+            has |= set() if part is None else {f"{above}/{part.path(file)}" for file in part.files}
     return sorted({key for key in Objects()._keys() if key.startswith(f"{above}/")} - has)
 
 
@@ -127,7 +117,7 @@ def fit_and_resume(folder: str, how: str) -> Any:
         options = options_of(how)
         whole = checkpoints.train(TABLE_WISE, f"{RUN}/one", epochs=2, **options)
         resumed = f"{RUN}/one/epoch=0.ckpt"
-        assert is_incremental(place_at(resumed)) == (how == "incremental")
+        assert is_increment(resumed) == (how == "incremental")
         again = checkpoints.train(TABLE_WISE, f"{RUN}/two", epochs=2, resume=resumed, **options)
     return whole.result, again.result
 
@@ -160,9 +150,9 @@ def change_the_format(folder: str, formats: Sequence[str]) -> list[str]:
 
     def check(*_: str) -> None:
         for name in names_in(RUN):
-            checksums = read_checksums(place_at(f"{RUN}/{name}"))
-            for file in () if checksums is None else checksums.files:
-                checksums.check_size(file)
+            manifest = place_at(f"{RUN}/{name}").manifest()
+            for file in () if manifest is None else manifest.files:
+                manifest.check_size(file)
 
     best = {"save_top_k": 2, "monitor": "step", "mode": "max"}
     with warnings.catch_warnings(action="ignore"), store_in(folder), before_each_change(check):
@@ -287,10 +277,10 @@ def copy_by_hand(folder: Path, how: str, address: str) -> None:
         for file in local.rglob("*"):
             if file.is_file():
                 Objects().put_object(f"{Objects._strip_protocol(up)}/{file.relative_to(local)}", file.read_bytes())
-        for at, names in ((str(down), sorted(os.listdir(down))), (up, names_in(up))):
+        for at, names in ((str(down), sorted(path.name for path in down.glob("*.ckpt"))), (up, names_in(up))):
             read_all(at, names)
             assert fit(how, 5, address=at, resume=True) == (4, 5)
-            assert is_incremental(place_at(f"{at}/step=2.ckpt")) == (how == "incremental")
+            assert is_increment(f"{at}/step=2.ckpt") == (how == "incremental")
         assert not unlisted(up)
         for step in range(1, 5):
             place_at(f"{up}/step={step}.ckpt").discard()

@@ -16,16 +16,17 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
 from lightning_overlap import ExponentialMovingAverage, open_checkpoint
-from lightning_overlap.checkpoint import DamagedError, resolve_path
-from lightning_overlap.checkpoint.checksums import read_seal
+from lightning_overlap.checkpoint import resolve_path
 from lightning_overlap.consolidate import main
 from lightning_overlap.plugin.first_words import LOGGER
+from lightning_overlap.storage import DamagedError, place_at, read_seal
 
 from ..plugin.strategies import logged
 from ..support.cases import ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec
 from ..support.disk_changes import before_each_change, killed_before
 from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import RankError, Ranks
+from ..support.saved import files_of, is_increment
 from . import object_store, stores
 from .damages import flip
 
@@ -104,7 +105,7 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
 @pytest.mark.parametrize("checkpoint_format", ["sharded", "incremental"])
 def test_a_consolidated_folder_equals_a_full_save(ranks: Ranks, tmp_path: Path, checkpoint_format: str) -> None:
     ranks.run(save_both, str(tmp_path), checkpoint_format)
-    assert (tmp_path / "last.ckpt" / "base").is_dir() == (checkpoint_format == "incremental")
+    assert is_increment(tmp_path / "last.ckpt") == (checkpoint_format == "incremental")
     out = tmp_path / "out" / "a.ckpt"
     assert main([str(tmp_path / "last.ckpt"), str(out)]) == 0
     one, other = (torch.load(path, weights_only=True) for path in (out, tmp_path / "full.ckpt"))
@@ -196,7 +197,7 @@ def consolidate_and_crash(folder: Path, how: str, in_store: bool) -> int:
 
     def look() -> None:
         there = sorted(first.parent.iterdir()) if first.parent.exists() else []
-        sizes = tuple((path.name, path.stat().st_size) for path in there)
+        sizes = tuple((path.suffix, path.stat().st_size) for path in there)
         if sizes not in left:
             left.add(sizes)
             for path in there:
@@ -211,9 +212,9 @@ def consolidate_and_crash(folder: Path, how: str, in_store: bool) -> int:
         look()
         for number in range(1, len(left) + 1):
             out = outs / str(number) / "a.ckpt"
-            if (unfinished := out.with_name("a.ckpt.unfinished")).exists():
+            for unfinished in out.parent.glob(".a.ckpt.*.unfinished"):
                 with pytest.raises(ValueError, match="is the leftover of an unfinished save"):
-                    resolve_path(unfinished)
+                    resolve_path(place_at(unfinished))
             expected = 2 if out.exists() else 0  # it replaces no file
             assert main([f"{run}/last.ckpt", str(out)]) == expected
             assert out.read_bytes() == first.read_bytes()
@@ -266,7 +267,7 @@ def test_what_cannot_be_consolidated_is_named(
     ):
         assert main([str(one) for one in arguments]) == 2
         assert words in capsys.readouterr().err
-    flip(next(folder.glob("*.distcp")), 500)
+    flip(files_of(folder)["__0_0.distcp"], 500)
     assert main([str(folder)]) == 2
     assert "is a damaged checkpoint: its __" in capsys.readouterr().err
     assert not any("consolidated" in path.name for path in tmp_path.iterdir())

@@ -9,7 +9,7 @@ import pytest
 from ..support.ranks import RankError
 from .crashes import NUM_STEPS, check, fit_and_crash, fit_until_killed, go_on
 
-NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15, "incremental": 70, "renewed, async": 60}
+NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 12, "incremental": 50, "renewed, async": 50}
 
 
 @pytest.mark.parametrize("save_last", [True, "link"], ids=["last", "link"])
@@ -31,7 +31,6 @@ def test_a_file_system_that_cannot_swap_names(get_ranks: Any, how: str, save_las
     )
     check(left)
     assert names == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
-    assert any("last.being_replaced.ckpt" in state.names for state in left) == (save_last is True)
     assert all(began.values())
 
 

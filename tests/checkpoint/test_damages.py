@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_overlap.checkpoint import DamagedError, checksums, write_file
-from lightning_overlap.checkpoint.checksums import CHECKSUMS_NAME, read_seal
+from lightning_overlap.checkpoint import write_file
 from lightning_overlap.checkpoint.safe_metadata import SafeReader, _are_apart
+from lightning_overlap.storage import MARKER, DamagedError, DiskStore, Manifest, place_at, read_seal, sealed_file
 
 from ..support.cases import ADAGRAD, TABLE_WISE
 from ..support.ranks import Ranks
+from ..support.saved import files_of
 from . import checkpoints, damages
 
 
@@ -32,18 +33,18 @@ def test_files_of_two_saves_are_refused(get_ranks: Any, tmp_path: Path) -> None:
     assert num_refused > 30
 
 
+@pytest.mark.parametrize("checkpoint_format", ["sharded", "incremental"])
 @pytest.mark.parametrize("how", ["missing", "empty", "truncated"])
-def test_a_lost_file_is_named(two_ranks: Ranks, how: str, tmp_path: Path) -> None:
-    first, second = two_ranks.run(damages.lose_each, str(tmp_path), how)
+def test_a_lost_file_is_named(two_ranks: Ranks, how: str, checkpoint_format: str, tmp_path: Path) -> None:
+    first, second = two_ranks.run(damages.lose_each, str(tmp_path), checkpoint_format, how)
     assert first == second
     assert any(name.startswith("__1_") for name in first)
     for file, said in first.items():
-        name, _, checked = file.rpartition(" ")
+        name = file.removesuffix(" of the base")
         assert said.startswith(("DamagedError: ", "ValueError: ")), (file, said)
         assert name in said, (file, said)
-        if name == "meta.pt" and (checked == "False" or how == "missing"):
-            continue  # in the words for what is no checkpoint
-        assert f"its {name} is {how}" in said, (file, said)
+        if (name, how) != (MARKER, "missing"):  # in the words for what is no checkpoint
+            assert f"its {name} is {how}" in said, (file, said)
 
 
 @pytest.mark.parametrize("at", [0, 1500, 5000, -1])
@@ -57,7 +58,7 @@ def test_all_ranks_refuse_a_damaged_file(two_ranks: Ranks, at: int, tmp_path: Pa
 
 def test_what_others_read_of_a_full_file(tmp_path: Path) -> None:
     path, content = tmp_path / "a.ckpt", {"state_dict": {"a": torch.arange(1000.0)}, "epoch": 3}
-    write_file(content, path, None, also=None)
+    write_file(content, place_at(path), None)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     for mmap in (False, True):
@@ -81,9 +82,9 @@ def test_pieces_are_all_of_a_file(
     path = tmp_path_factory.getbasetemp() / "pieces"
     content = bytes(num_bytes) + b"PK\x05\x06" + bytes(18)
     with pytest.MonkeyPatch.context() as patch, path.open("wb") as file:
-        patch.setattr(checksums, "_SMALLEST_PIECE", smallest)
-        patch.setattr(checksums, "_OF_ONE_SIZE", 2)
-        sealed, rest = checksums.SealedFile(file), content
+        patch.setattr(sealed_file, "_SMALLEST_PIECE", smallest)
+        patch.setattr(sealed_file, "_OF_ONE_SIZE", 2)
+        sealed, rest = sealed_file.SealedFile(file), content
         for size in [*writes, len(content)]:
             sealed.write(rest[:size])
             rest = rest[size:]
@@ -127,22 +128,23 @@ def test_boxes_are_apart_if_no_element_is_in_two(drawn: Any) -> None:
 
 
 def _leave_out_a_chunk(path: Path) -> str:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
+    path = files_of(path)[".metadata"]
+    metadata = pickle.loads(path.read_bytes())
     name, entry = next(
         (name, entry)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) > 1
     )
     entry.chunks.pop()
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    path.write_bytes(pickle.dumps(metadata))
     return str(name)
 
 
 def test_a_list_that_leaves_rows_out(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Also with right checksums, and in a folder without any."""
+    """Also with right checksums."""
     path = Path(two_ranks.run(checkpoints.train, ADAGRAD, str(tmp_path), plan="rw rw")[0].checkpoint)
     name = _leave_out_a_chunk(path)
-    for change in (lambda: None, lambda: damages.remake_checksums(path), lambda: damages.without_checksums(path)):
+    for change in (lambda: None, lambda: damages.remake_manifest(path)):
         change()
         first, second = two_ranks.run(checkpoints.load_from, ADAGRAD, str(path))
         assert first == second
@@ -150,20 +152,18 @@ def test_a_list_that_leaves_rows_out(two_ranks: Ranks, tmp_path: Path) -> None:
     assert f"elements of {name}" in first
 
 
-def test_a_folder_without_checksums_loads_if_it_was_saved_without(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_folder_without_a_marker_is_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     two_ranks.run(checkpoints.save_to, str(path))
-    (path / CHECKSUMS_NAME).rename(tmp_path / CHECKSUMS_NAME)
+    (path / MARKER).rename(tmp_path / MARKER)
     for said in two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)):
-        assert said == (
-            f"DamagedError: {path} is a damaged checkpoint: its checksums.json is missing. "
-            "Copy it again, or load another checkpoint."
+        assert said.startswith(
+            f"ValueError: {path} is a folder without {MARKER}: a copy of a checkpoint that lacks files"
         )
-    (tmp_path / CHECKSUMS_NAME).rename(path / CHECKSUMS_NAME)
-    damages.without_checksums(path)
+    (tmp_path / MARKER).rename(path / MARKER)
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
 
 
 def test_what_a_reader_gets_without_a_list(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match=r"its \.metadata is missing"):
-        SafeReader(tmp_path).read_metadata()
+    with pytest.raises(DamagedError, match=r"its \.metadata is not of this save"):
+        SafeReader(Manifest(DiskStore(tmp_path), "a.ckpt", "", {})).read_metadata()

@@ -102,11 +102,11 @@ def damage(path: Path) -> None:
 def replace(path: Path) -> None:
     path.unlink()
     path.mkdir()
-    (path / "meta.pt").touch()
+    (path / "checksums.json").touch()
 
 
 def meta_is_missing(path: Path) -> None:
-    (path / "meta.pt").unlink()
+    (path / "checksums.json").unlink()
 
 
 ON_ONE_DISK: dict[str, tuple[str, Callable[[Path], Any], str]] = {
@@ -116,7 +116,7 @@ ON_ONE_DISK: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a part of a folder": (
         "sharded",
         meta_is_missing,
-        "rank 1 (on {}): ValueError: last.ckpt is a folder without",
+        "is a folder without checksums.json",
     ),
     "a folder beside a file": ("full", replace, "rank 0 (on {0}): a file, rank 1 (on {0}): a folder"),
 }

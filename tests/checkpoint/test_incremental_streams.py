@@ -12,6 +12,7 @@ from lightning_overlap.checkpoint import read_folder
 
 from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, Case, Model
 from ..support.pairs import in_turn
+from ..support.saved import is_increment
 from ..testing.test_checked_streams import train
 
 CASES = {case.name: case for case in (ROWWISE_ADAGRAD, SEQUENCE)}
@@ -30,7 +31,7 @@ def test_rows_of_a_device_are_those_of_the_save(tmp_path: Path, pipeline: str, n
     options = {"checkpoint_format": "incremental", "async_checkpoint": True, "most_increments": 10}
     train(CASES[name], pipeline, module=make, strategy_options=options, callbacks=[saver], enable_checkpointing=True)
     newest = tmp_path / "step=7.ckpt"
-    assert (newest / "base").is_dir()
+    assert is_increment(newest)
     saved = read_folder(newest, weights_only=True)["state_dict"]
     for weight, value in models[-1].state_dict().items():
         whole = value.local_tensor() if isinstance(value, ShardedTensor) else value

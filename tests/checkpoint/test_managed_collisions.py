@@ -15,6 +15,7 @@ from lightning_overlap.consolidate import main as consolidate
 from ..support.draws import few
 from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
+from ..support.saved import is_increment
 from . import collisions
 from .collisions import EPOCH, Setting, drawn_settings
 from .test_consolidate import differences
@@ -38,9 +39,9 @@ def test_a_resumed_fit_equals_one_that_was_not_stopped(two_ranks: Ranks) -> None
         options = {"checkpoint_format": form, "async_checkpoint": async_checkpoint and form != "full"}
         with TemporaryDirectory() as folder:
             found = two_ranks.run(collisions.resume_differs, setting, folder, stop, num_val=num_val, **options)
-            is_increment = Path(folder, f"step={stop}.ckpt" if stop else "epoch=0.ckpt", "base").exists()
+            has_rows_only = is_increment(Path(folder, f"step={stop}.ckpt" if stop else "epoch=0.ckpt"))
         assert found == [[], []]
-        assert is_increment == (form == "incremental" and stop != 1)
+        assert has_rows_only == (form == "incremental" and stop != 1)
 
     holds()
 
@@ -92,7 +93,7 @@ def test_ids_move_to_other_ranks(get_ranks: Callable[..., Ranks]) -> None:
         before, after = map(get_ranks, sizes)
         with TemporaryDirectory() as folder:
             [(saved, looked_up), *_] = before.run(collisions.save, setting, folder, forms[0])
-            assert Path(folder, "step=8.ckpt", "base").exists() == (forms[0] == "incremental")
+            assert is_increment(Path(folder, "step=8.ckpt")) == (forms[0] == "incremental")
             [(moved, looked_up_there), *_] = after.run(collisions.load, setting, folder, forms[1])
             [(back, _), *_] = before.run(collisions.load, setting, folder, forms[1], "two", "three")
         for table, rows in saved.rows.items():
@@ -131,7 +132,7 @@ def test_a_consolidated_folder_is_a_full_file(get_ranks: Callable[..., Ranks]) -
     def holds(setting: Setting, size: int, form: str, step: int) -> None:
         with TemporaryDirectory() as folder:
             [looked_up, *_] = get_ranks(size).run(collisions.save_both, setting, folder, form, step)
-            assert Path(folder, f"folder={step}.ckpt", "base").exists() == (form == "incremental")
+            assert is_increment(Path(folder, f"folder={step}.ckpt")) == (form == "incremental")
             one, other = f"{folder}/one.ckpt", f"{folder}/full.ckpt"
             assert consolidate([f"{folder}/folder={step}.ckpt", one]) == 0
             assert differences(*(torch.load(path, weights_only=True) for path in (one, other))) == []

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_overlap.consolidate import main
+from lightning_overlap.storage import SHARED
 
 from ..support.cases import TABLE_WISE
 from ..support.ranks import Ranks
+from ..support.saved import is_increment
 from . import module_states
 from .module_states import Modules, State, WithModules
 from .test_consolidate import differences
@@ -74,10 +76,10 @@ def by_torch(saved: State, before: State) -> dict[str, Any]:
 def compare(get_ranks: Callable[..., Ranks], folder: Path, early: State, of_ranks: tuple[State, ...]) -> list[str]:
     for how in ("incremental", "sharded"):
         get_ranks(len(of_ranks)).run(module_states.save, str(folder), how, early, of_ranks)
-    assert (folder / "incremental.ckpt" / "base").is_dir()
+    assert is_increment(folder / "incremental.ckpt")
     for path in (folder / "incremental.ckpt", folder / "sharded-asynchronous.ckpt"):
         assert main([str(path), f"{path}.consolidated"]) == 0
-    paths = sorted(path for path in folder.iterdir() if path.name != "early.ckpt")
+    paths = sorted(path for path in folder.iterdir() if path.name not in ("early.ckpt", SHARED))
     assert len(paths) == 6
     expected, found = by_torch(of_ranks[0], early), []
     for num_ranks in (1, 2):

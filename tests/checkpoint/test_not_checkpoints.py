@@ -57,8 +57,11 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty folder": (Path.mkdir, "is an empty folder"),
     "folder of checkpoints": (folder_of("epoch=0.ckpt", "last.ckpt"), "Pass one of them: epoch=0.ckpt, last.ckpt"),
     "deltas": (folder_of(PART), "is a folder of deltas"),
-    "copy": (folder_of(".metadata", "__0_0.distcp"), "is a folder without meta.pt: a copy of a checkpoint that lacks"),
-    "folder": (folder_of("a.txt"), "is a folder without meta.pt and thus not a checkpoint"),
+    "copy": (
+        folder_of(".metadata", "__0_0.distcp"),
+        "without checksums.json: a copy of a checkpoint that lacks",
+    ),
+    "folder": (folder_of("a.txt"), "is a folder without checksums.json and thus not a checkpoint"),
 }
 
 

@@ -1,20 +1,20 @@
 """What a save finds under its name: a folder of somebody else's stays as it is, and no file of a user's is lost."""
 
+import contextlib
 import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.checkpoint import LocalPlace, atomic, incremental, place_at
-from lightning_overlap.checkpoint.atomic import lead
-from lightning_overlap.checkpoint.checksums import Checksums
+from lightning_overlap.storage import Manifest, Place, SavedFile, checksum_of, disk_store, place_at
+from lightning_overlap.storage import place as places
 
+from ..support.disk_changes import before_each_change
 from ..support.ranks import Ranks
 from .checkpoints import save_to
 from .replaced_folders import fit_among_files
@@ -24,12 +24,13 @@ OTHERS = ("notes.txt", "results/a.csv", "last.ckpt", "epoch=0.ckpt", "model.safe
 NAMES = st.sets(st.sampled_from(OWN + OTHERS), min_size=1)
 
 
-def save_at(place: Any) -> None:
+def save_at(place: Place) -> None:
     """Save a checkpoint without tables."""
     name = uuid.uuid4().hex
-    place.begin(name)
-    place.write(name, "meta.pt", b"saved")
-    place.commit(Checksums(place, name, {}), None)
+    folder, _ = place.begin(name, shares=False)
+    place.store.put(f"{folder}/meta.pt", [b"saved"])
+    files = {"meta.pt": SavedFile(len(b"saved"), checksum_of(b"saved"), name)}
+    place.commit(Manifest(place.store, place.name, name, files), folder)
 
 
 def files_in(folder: Any) -> dict[str, bytes]:
@@ -68,9 +69,7 @@ def test_what_a_user_has_put_into_a_checkpoint_stays(new_folder: Any) -> None:
     address = new_folder()
     save_at(place_at(address))
     files, path = fsspec.core.url_to_fs(address)
-    names = ["notes.txt", "results/a.csv"]
-    if not address.startswith("memory"):  # in a store these are names of ours
-        names += [f"{uuid.uuid4().hex}/m.csv", "base/model.bin"]
+    names = ["notes.txt", "results/a.csv", "base/model.bin"]
     for name in names:
         files.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
         files.pipe_file(f"{path}/{name}", b"mine")
@@ -83,22 +82,76 @@ def test_what_a_user_has_put_into_a_checkpoint_stays(new_folder: Any) -> None:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_it_stays_after_a_kill_between_the_renames(
+def test_a_file_does_not_replace_a_folder_with_files_of_a_user(
     can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = LocalPlace(tmp_path / "last.ckpt")
+    if not can_exchange:  # as on NFS
+        monkeypatch.setattr(disk_store, "exchange", lambda one, other: False)
+    place = place_at(tmp_path / "last.ckpt")
     save_at(place)
     (place.path / "notes.txt").write_text("mine")
-    if not can_exchange:  # as on NFS
-        monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
-    with monkeypatch.context() as killed:
-        killed.setattr(atomic, "sync_folder", Mock(side_effect=[None, KeyboardInterrupt]))
-        killed.setattr(atomic, "_keep_others", lambda old, new: None)
-        with pytest.raises(KeyboardInterrupt):
-            save_at(place)
-    assert not (place.path / "notes.txt").exists()
+    with pytest.raises(FileExistsError, match=r"is a folder with notes\.txt"), place.one_file():
+        pass
+    (place.path / "notes.txt").unlink()
+    with place.one_file() as file:
+        file.write(b"full")
+    assert files_in(tmp_path) == {"last.ckpt": b"full"}
     save_at(place)
-    assert (place.path / "notes.txt").read_text() == "mine"
+    assert place.is_folder()
+    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_file_does_not_replace_a_folder_whose_files_another_lists(tmp_path: Path) -> None:
+    place, last = place_at(tmp_path / "step=1.ckpt"), place_at(tmp_path / "last.ckpt")
+    save_at(place)
+    last.lead(place)
+    with pytest.raises(FileExistsError), place.one_file():
+        pass
+    save_at(place)
+    place.discard()
+    manifest = last.manifest()
+    assert manifest is not None
+    assert manifest.lacks() == []
+    save_at(last)
+    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("num", range(1, 8))
+def test_an_interrupted_removal_leaves_a_name_that_can_be_used(tmp_path: Path, num: int) -> None:
+    """A removal is ended before its `num`th change; what is left is whole, or no checkpoint, and is no obstacle."""
+    place = place_at(tmp_path / "last.ckpt")
+    save_at(place)
+    left = num
+
+    def interrupt() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt), before_each_change(interrupt):
+        place.discard()
+    manifest = place.manifest()
+    assert manifest is None or manifest.lacks() == []
+    save_at(place)
+    place.discard()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_killed_saves_leave_is_swept_once_it_is_old(new_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    above = new_folder()
+    place, other = place_at(f"{above}/a.ckpt"), place_at(f"{above}/b.ckpt")
+    other.begin(uuid.uuid4().hex, shares=True)
+    for number, folder in enumerate(other.begin(uuid.uuid4().hex, shares=True)):
+        other.store.put(f"{folder}/{number}", [b"rows"])
+    save_at(place)
+    before = files_in(above)
+    place.sweep()
+    assert files_in(above) == before
+    monkeypatch.setattr(places, "LEFT_AFTER_S", -60.0)
+    place.sweep()
+    other.discard()
+    assert [name for name in files_in(above) if not name.startswith("a.ckpt/")] == []
 
 
 def test_a_folder_of_runs_is_not_replaced(tmp_path: Path) -> None:
@@ -106,23 +159,15 @@ def test_a_folder_of_runs_is_not_replaced(tmp_path: Path) -> None:
     for _ in range(2):
         (tmp_path / "runs" / uuid.uuid4().hex).mkdir(parents=True)
     with pytest.raises(FileExistsError):
-        save_at(LocalPlace(tmp_path / "runs"))
-
-
-def test_a_save_over_a_checkpoint_is_another_one(tmp_path: Path) -> None:
-    """What stands on the newest checkpoint knows it by this; file systems use numbers of removed files again."""
-    place, known = LocalPlace(tmp_path / "last.ckpt"), set()
-    for _ in range(40):
-        save_at(place)
-        known.add(incremental._identity(place))
-    assert len(known) == 40
+        save_at(place_at(tmp_path / "runs"))
 
 
 def test_increments_leave_files_of_users_alone(get_ranks: Any, tmp_path: Path) -> None:
     get_ranks(1).run(fit_among_files, str(tmp_path))
-    bases = [*tmp_path.glob("*.ckpt/base")]
-    assert len(bases) > 1
-    assert not [path for base in bases for path in base.iterdir() if path.name in ("notes.txt", "elsewhere")]
+    checkpoints = sorted(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) > 3
+    assert all((path / "notes.txt").read_text() == "mine" for path in checkpoints[:-1])
+    assert not [path for path in tmp_path.glob("shared_files/*/*") if path.name in ("notes.txt", "elsewhere")]
 
 
 def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
@@ -130,7 +175,7 @@ def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
     for name in ("last.old.ckpt", "last.bak.ckpt", "last.ckpt.old", "last"):
         (tmp_path / name).write_text("mine")
     for _ in range(2):
-        save_at(LocalPlace(tmp_path / "last.ckpt"))
+        save_at(place_at(tmp_path / "last.ckpt"))
     assert sorted(one.name for one in tmp_path.iterdir() if one.is_file()) == [
         *("last", "last.bak.ckpt", "last.ckpt.old", "last.old.ckpt")
     ]
@@ -139,9 +184,9 @@ def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
 def test_a_link_does_not_take_the_place_of_somebody_elses_folder(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").mkdir()
     (tmp_path / "last.ckpt" / "notes.txt").write_text("mine")
-    save_at(LocalPlace(tmp_path / "step=1.ckpt"))
+    save_at(place_at(tmp_path / "step=1.ckpt"))
     with pytest.raises(FileExistsError, match="is a folder with notes"):
-        lead(tmp_path / "last.ckpt", tmp_path / "step=1.ckpt")
+        place_at(tmp_path / "last.ckpt").lead(place_at(tmp_path / "step=1.ckpt"))
 
 
 @pytest.mark.parametrize("options", [{"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}], ids=str)

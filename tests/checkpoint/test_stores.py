@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.checkpoint import place_at
-from lightning_overlap.storage import is_address
+from lightning_overlap.storage import is_address, place_at
 
 from ..support.ranks import Ranks
 from . import stores

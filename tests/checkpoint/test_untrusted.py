@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint.safe_metadata import SafeReader
+from lightning_overlap.storage import DiskStore, Manifest, SavedFile, checksum_of
 
 from ..support.cases import TABLE_WISE, Batches, Case
 from ..support.fits import make_trainer
+from ..support.saved import manifest_of
 from .checkpoints import Evaluated, Opaque, load_from, save_to
-from .damages import remake_checksums
+from .damages import remake_manifest
 
 MARK = "executed"
 
@@ -34,8 +36,14 @@ class Evil:
         return os.mkdir, (self.mark,)
 
 
+def _files(path: Path) -> Path:
+    """Return the folder of a checkpoint's files."""
+    return path / manifest_of(path).save
+
+
 @contextmanager
 def _list_of(path: Path) -> Iterator[Any]:
+    path = _files(path)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     yield metadata
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -48,15 +56,15 @@ def _elsewhere(path: Path, mark: Path) -> None:
 
 
 def _evil_objects(path: Path, mark: Path) -> None:
-    file = path / "meta.pt" if path.is_dir() else path
+    file = _files(path) / "meta.pt" if path.is_dir() else path
     torch.save({**torch.load(file, weights_only=True), "more": Evil(mark)}, file)
 
 
 def _put(name: str, path: Path, mark: Path) -> None:
-    torch.save(Evil(mark), path / "evil.distcp")
+    torch.save(Evil(mark), _files(path) / "evil.distcp")
     with _list_of(path) as metadata:
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        size = (path / "evil.distcp").stat().st_size
+        size = (_files(path) / "evil.distcp").stat().st_size
         metadata.storage_data[MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, size)
 
 
@@ -64,7 +72,7 @@ HAS_OBJECTS = "contains objects that load only if you trust the file"
 CHANGES: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
     "list": (
         "sharded",
-        lambda path, mark: (path / ".metadata").write_bytes(pickle.dumps(Evil(mark))),
+        lambda path, mark: (_files(path) / ".metadata").write_bytes(pickle.dumps(Evil(mark))),
         "none of it was executed: UnpicklingError: it names posix.mkdir",
     ),
     "tensor": ("sharded", partial(_put, "model.bottom.0.bias"), "its bottom.0.bias are objects, not tensors"),
@@ -106,7 +114,7 @@ def load_changed(folder: str, what: str, fn: str, weights_only: bool | None) -> 
     assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"
     change(path, Path(folder) / MARK)
     if path.is_dir():
-        remake_checksums(path)
+        remake_manifest(path)
     model_class: type[nn.Module] = WithState if what == "extra_state" else Evaluated
     return load_from(TABLE_WISE, str(path), fn, weights_only=weights_only, model_class=model_class)
 
@@ -131,11 +139,16 @@ def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_newer_torch_adds_to_the_list_is_left_out(tmp_path: Path) -> None:
-    save({"a": torch.arange(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with _list_of(tmp_path) as metadata:
-        for place in metadata.storage_data.values():
-            vars(place)["newer"] = 1
-        vars(metadata)["newer"] = 2
-    read = SafeReader(tmp_path).read_metadata()
+    store, save_name = DiskStore(tmp_path), "0" * 32
+    save({"a": torch.arange(3)}, checkpoint_id=tmp_path / "a" / save_name, no_dist=True)
+    path = tmp_path / "a" / save_name / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        vars(place)["newer"] = 1
+    vars(metadata)["newer"] = 2
+    content = pickle.dumps(metadata)
+    path.write_bytes(content)
+    files = {".metadata": SavedFile(len(content), checksum_of(content), save_name)}
+    read = SafeReader(Manifest(store, "a", save_name, files)).read_metadata()
     assert read.state_dict_metadata == metadata.state_dict_metadata
     assert [place.relative_path for place in read.storage_data.values()] == ["__0_0.distcp"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_overlap.balance import balancer
 from lightning_overlap.balance.samples import JaggedField
-from lightning_overlap.checkpoint import atomic, checksums, safe_metadata
+from lightning_overlap.checkpoint import safe_metadata
 from lightning_overlap.checkpoint.incremental import Increment
 from lightning_overlap.deltas.files.chain import Chain
 from lightning_overlap.deltas.restoring import shard_tables
@@ -48,6 +48,7 @@ from lightning_overlap.sparse.packed_alltoall import PackedExchange
 from lightning_overlap.sparse.pipeline import SparsePipeline
 from lightning_overlap.sparse.watchers.gradient_watch import GradientWatch
 from lightning_overlap.sparse.watchers.loss_guard import LossGuard
+from lightning_overlap.storage import MARKER, Manifest, Place, sealed_file
 from lightning_overlap.tables import names, parts, sharding
 from lightning_overlap.tables.write_counts import SentInput
 
@@ -500,12 +501,35 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
 
 @breaks(
     12,
-    "an old checkpoint is removed before the new one has its name",
-    "checkpoint/test_crashes.py::test_a_file_system_that_cannot_swap_names[sharded-last]",
+    "an old checkpoint is removed before the new one has its marker",
+    "checkpoint/test_crashes.py::test_a_crash_at_any_instant[sharded-last]",
 )
 def _removed_before(patch: pytest.MonkeyPatch) -> None:
-    # Under this name nothing finds it.
-    patch.setattr(atomic, "being_replaced", lambda path: atomic.sibling(path, "removed"))
+    commit = Place.commit
+
+    def remove_and_commit(self: Place, *args: Any) -> None:
+        if self.is_folder():
+            self.discard_folder()
+        commit(self, *args)
+
+    patch.setattr(Place, "commit", remove_and_commit)
+
+
+@breaks(
+    12,
+    "the marker of a checkpoint is written before its last file",
+    "checkpoint/test_crashes.py::test_a_crash_at_any_instant[sharded-last]",
+)
+def _marked_before(patch: pytest.MonkeyPatch) -> None:
+    begin = Place.begin
+
+    def begin_marked(self: Place, save: str, *, shares: bool) -> tuple[str, str]:
+        folders = begin(self, save, shares=shares)
+        if (manifest := self.manifest()) is not None:
+            self.store.put(f"{self.name}/{MARKER}", [manifest._replace(save=save, files={}).encode()])
+        return folders
+
+    patch.setattr(Place, "begin", begin_marked)
 
 
 @breaks(
@@ -643,11 +667,11 @@ def _own_loss_alone(patch: pytest.MonkeyPatch) -> None:
 )
 def _not_compared(patch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def unchecked(self: checksums.Checksums, name: str) -> Iterator[Path]:
-        with self.place.on_disk(name, self.files[name].where) as path:
+    def unchecked(self: Manifest, name: str) -> Iterator[Path]:
+        with self.store.on_disk(self.path(name)) as path:
             yield path
 
-    patch.setattr(checksums.Checksums, "checked", unchecked)
+    patch.setattr(Manifest, "checked", unchecked)
 
 
 @breaks(
@@ -656,8 +680,8 @@ def _not_compared(patch: pytest.MonkeyPatch) -> None:
     "checkpoint/test_damages.py::test_all_ranks_refuse_a_damaged_file[5000]",
 )
 def _half_compared(patch: pytest.MonkeyPatch) -> None:
-    check = checksums.Seal.check
-    patch.setattr(checksums.Seal, "check", lambda seal, part=0, num_parts=1: part or check(seal, part, num_parts))
+    check = sealed_file.Seal.check
+    patch.setattr(sealed_file.Seal, "check", lambda seal, part=0, num_parts=1: part or check(seal, part, num_parts))
 
 
 # Law 16: a signal ends a step.

@@ -18,8 +18,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from lightning_overlap.checkpoint import atomic
 from lightning_overlap.compat.lightning import logged_step
+from lightning_overlap.storage import Place
 
 from ..checkpoint import object_store
 from ..checkpoint.resumes import StatefulBatches, Watched
@@ -239,7 +239,7 @@ def live(
 
 def live_and_break_a_save(folder: str, pipeline: str, signals: Sequence[Signal]) -> Life:
     """Fail on rank 0 just before a checkpoint gets its name, as if the job were killed there."""
-    with mock.patch.object(atomic, "atomic_replace", side_effect=OSError("killed")):
+    with mock.patch.object(Place, "commit", side_effect=OSError("killed")):
         return live(folder, pipeline, signals)
 
 

@@ -194,7 +194,7 @@ def test_a_save_that_was_killed_is_not_taken_for_a_checkpoint(two_ranks: Ranks, 
     assert_preempted(two_ranks, tmp_path, how[1], [Signal((0,), "on_train_batch_start", 2)])
     second = two_ranks.run(live_and_break_a_save, *how, [Signal((0,), "on_train_batch_start", 6)])
     assert {life.ended_by for life in second} == {"OSError"}
-    assert len(list(tmp_path.glob("*.unfinished"))) == 1
+    assert len(list(tmp_path.glob(".*.unfinished"))) == 1
     third = two_ranks.run(live, *how)
     assert [life.seen[0] for life in third] == [life.seen[0] for life in second]
     assert requeued(tmp_path) == [f"requeue {JOB}"]

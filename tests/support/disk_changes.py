@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lightning_overlap.checkpoint import atomic
+from lightning_overlap.storage import disk_store
 
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -65,13 +65,13 @@ def before_each_change(action: Callable[[], None]) -> Iterator[None]:
     open_path = Path.open
 
     def watched_open(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        return _Watched(io.FileIO(path, "w")) if mode == "wb" else open_path(path, mode, *args, **kwargs)
+        return _Watched(io.FileIO(path, mode[0])) if mode in ("wb", "xb") else open_path(path, mode, *args, **kwargs)
 
     _install()
     _before.append(once)
     try:
         with (
-            mock.patch.object(atomic, "exchange", seen(atomic.exchange)),
+            mock.patch.object(disk_store, "exchange", seen(disk_store.exchange)),
             mock.patch.object(os, "fsync", seen(os.fsync)),
             mock.patch.object(Path, "open", watched_open),
         ):

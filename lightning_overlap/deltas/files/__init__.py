@@ -24,5 +24,4 @@ from .form import (
     parse_names,
     read_header,
 )
-from .sealed import SealedFile, check_seal
 from .sink import as_store, prune

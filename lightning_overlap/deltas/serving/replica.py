@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ...storage import Store, close_store, whole_file
+from ...storage import SealedFile, Store, close_store, read_seal, whole_file
 from ...text import check_known
 from ..files import (
     TRAILER_SIZE,
@@ -26,10 +26,8 @@ from ..files import (
     Head,
     Move,
     RawIds,
-    SealedFile,
     as_store,
     as_words,
-    check_seal,
     file_of,
 )
 from .covered_rows import CoveredRows
@@ -295,7 +293,8 @@ class Replica(AbstractContextManager["Replica"]):
 
     def _load(self, path: Path) -> None:
         try:
-            check_seal(path)
+            if (seal := read_seal(path)) is not None:
+                seal.check()
             saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
