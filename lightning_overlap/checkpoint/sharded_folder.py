@@ -568,6 +568,11 @@ def _manifest_of(place: Place) -> Manifest:
     manifest = place.manifest()
     if manifest is None:
         raise DamagedError(damaged_part(place, MARKER, "is missing"))
+    if is_incremental(manifest) and manifest.base is None:
+        raise ValueError(
+            f"{place} is an incremental checkpoint of an earlier version of lightning_overlap. Make a full file of it "
+            "with that version: python -m lightning_overlap.consolidate FOLDER."
+        )
     return manifest
 
 

@@ -114,7 +114,7 @@ class OverlapEmbeddingStrategy(ReadsTables, WalksSteps, StartsProcesses):
         observer: Called with ("issue" | "wait", stage, batch) for every issued stage and every wait for a result.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, which the unsharded module can load), `incremental` (folders that have the rows which changed,
-            and hard links to what an earlier one has), or None: sharded above one rank or with `async_checkpoint`. A
+            and share the rest with earlier ones), or None: sharded above one rank or with `async_checkpoint`. A
             run loads all formats, from any number of ranks and any sharding plan.
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the save under way, and raise its error.

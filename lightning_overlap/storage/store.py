@@ -112,7 +112,7 @@ class Words:
         except StoreError:
             raise
         except Exception as err:
-            missing = (FileNotFoundError, NotADirectoryError)
+            missing = (FileNotFoundError, NotADirectoryError) if what == "read" else (FileNotFoundError,)
             kinds: dict[type[Exception], type[Exception]] = {
                 **dict.fromkeys(missing, MissingFileError),
                 PermissionError: RefusedError,

@@ -293,8 +293,9 @@ class Replica(AbstractContextManager["Replica"]):
 
     def _load(self, path: Path) -> None:
         try:
-            if (seal := read_seal(path)) is not None:
-                seal.check()
+            if (seal := read_seal(path)) is None:
+                raise ValueError("it has no checksums at its end")
+            seal.check()
             saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
