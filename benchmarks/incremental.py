@@ -127,9 +127,9 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float, *, d
                 found.windows.append(time.perf_counter() - self.start)
             trainer.strategy.finish_save()  # saves are minutes apart, where they matter
             path = folder / f"{step}.ckpt"
+            kept.append(bytes_in(folder))
             if found.touched:
-                found.num_bytes.append(new_bytes(folder if deltas else folder / f"{step - EVERY}.ckpt") - sum(sent))
-                sent.append(found.num_bytes[-1] if deltas else 0)
+                found.num_bytes.append(kept[-1] - kept[-2])
             ids = torch.cat(touched[step - EVERY : step]).unique()
             found.touched.append(len(ids) * (DIM + 1) * 4)
             self.start = time.perf_counter()
@@ -156,7 +156,7 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float, *, d
             spent, self.spent = self.spent, 0.0
             return spent
 
-    sent: list[int] = []
+    kept: list[int] = []  # bytes on the disk
     cuts, form = Cuts(folder, EVERY, **form if deltas else {}), {} if deltas else form
     callbacks: list[Callback] = [cuts, Saves()] if deltas else [Saves()]
     strategy = OverlapEmbeddingStrategy(
@@ -169,10 +169,9 @@ def measure(folder: Path, form: dict[str, Any], num_rows: int, part: float, *, d
     return found
 
 
-def new_bytes(path: Path) -> int:
-    """Return the bytes of a checkpoint that no other one has."""
-    stats = [file.stat() for file in path.rglob("*") if file.is_file()]
-    return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
+def bytes_in(path: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 if __name__ == "__main__":
