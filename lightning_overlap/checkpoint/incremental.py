@@ -4,8 +4,8 @@ What several checkpoints need is in `shared_files` beside them, so any of them m
 checkpoint lists
 
 - as its base, the files of a whole checkpoint, `.metadata` and `*.distcp`;
-- `rows_K_R.pt`: the rows that changed between the saves K-1 and K on rank R, a list of `RowsEntry`. `rows.json` says
-  which file has what, in the order in which they are applied;
+- `rows_K_R.arrow`: the rows that changed between the saves K-1 and K on rank R, as in deltas: `Rows.field` is the part
+  of state, `Rows.table` a name in it. `rows.json` says which file has what, in the order in which they are applied;
 - `.metadata` and `*.distcp` of its own: everything except rows of fused tables, as of this save; it replaces what the
   base has of it. All ids of managed collision modules, too;
 - `increment.pt`, in the place of a whole checkpoint's `meta.pt`.
@@ -17,20 +17,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from typing_extensions import TypedDict
+from torch import nn
 
 from ..distributed import Group, gather_objects, together
+from ..row_log import Dense, FileError, Rows, decode_rows, encode_rows, put_rows
 from ..runtime import TableAccess
 from ..storage import DamagedError, Held, Manifest, Place, SavedFile, damaged_part
 from ..updated_rows import RowCopy, TouchedRows
 from .not_checkpoints import INCREMENT_NAME
 from .parts import FUSED, MODEL
 from .stored_files import SavedFiles
-from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, Window, local_parts
+from .table_state import KERNEL_KINDS, FusedTables, Piece, StateKey, local_parts
 
 ROWS_NAME = "rows.json"
 SETTLES_WITHIN_S = 1.0
@@ -38,16 +39,6 @@ SETTLES_WITHIN_S = 1.0
 
 RowsExtent: TypeAlias = tuple[str, str, int, int, int, int]
 """What a file of rows has of one piece: part, name, first row, last row + 1, first column, last column + 1."""
-
-
-class RowsEntry(TypedDict):
-    """Rows of one piece of state."""
-
-    part: str
-    name: str
-    first_column: int
-    rows: Tensor  # (N,), int64: their numbers in the unsharded table
-    values: Tensor  # (N, columns), or (N,) of row-wise state
 
 
 class RowsFile(NamedTuple):
@@ -265,7 +256,7 @@ class Increment:
 
     def write(self, files: SavedFiles, rank: int) -> dict[str, list[RowsExtent]]:
         """Write this rank's rows, in any thread; return what the file has by its name, or nothing without rows."""
-        entries: list[RowsEntry] = []
+        entries: list[Rows] = []
         places: list[RowsExtent] = []
         names = {
             shard.data_ptr(): (part, name)
@@ -279,19 +270,17 @@ class Increment:
         self.check()
         for field, rows_N, values_ND in copied:
             part, name = names[field.values_RD.data_ptr()]
-            column = field.shard.first_column
-            values = values_ND.squeeze(1) if field.is_row_wise else values_ND
-            # torch.save writes all of the memory that a tensor shares.
-            entry = RowsEntry(part=part, name=name, first_column=column, rows=rows_N, values=values.clone())
-            entries.append(entry)
-            places.append(
-                (part, name, int(rows_N[0]), int(rows_N[-1]) + 1, column, column + field.shard.weight.shape[1])
-            )
+            (num_rows, num_columns), first = field.shard.shape, field.shard.first_column
+            if field.is_row_wise:
+                num_columns, first = 1, 0
+            entries.append(Rows(name, part, (num_rows, num_columns), first, rows_N, values_ND))
+            places.append((part, name, int(rows_N[0]), int(rows_N[-1]) + 1, first, first + values_ND.shape[1]))
         if not entries:
             return {}
-        name = f"rows_{self._num}_{rank}.pt"
+        name = f"rows_{self._num}_{rank}.arrow"
         with files.create_stream(files.concat_path(files.folder, name), "wb") as file:
-            torch.save(entries, file)
+            for piece in encode_rows({}, entries):
+                file.write(piece)
         copy.give_back()
         return {name: places}
 
@@ -305,18 +294,8 @@ def is_incremental(manifest: Manifest) -> bool:
     return INCREMENT_NAME in manifest.files
 
 
-def put_rows(manifest: Manifest, state: Mapping[str, Mapping[str, Piece]]) -> None:
+def put_changed_rows(manifest: Manifest, state: Mapping[str, Mapping[str, Piece]]) -> None:
     """Copy changed rows of a checkpoint into loaded pieces (part -> name -> piece), in the order of their saves.
-
-    Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
-    """
-    for entry in read_rows(manifest, state):
-        for window, shard in local_parts(state[entry["part"]][entry["name"]]):
-            put_entry(entry, window, shard)
-
-
-def read_rows(manifest: Manifest, state: Mapping[str, Mapping[str, Piece]]) -> Iterator[RowsEntry]:
-    """Yield changed rows of these pieces, in the order of their saves; files are mapped into memory.
 
     Reads only files that have rows of this rank's shards. Raises a DamagedError for one that is not as it was saved.
     """
@@ -325,16 +304,22 @@ def read_rows(manifest: Manifest, state: Mapping[str, Mapping[str, Piece]]) -> I
     for name, places in index.items():
         if any(_concerns(one, state) for one in places):
             with manifest.checked(name) as file:
-                for entry in _read_rows(file, manifest, name):
-                    if entry["name"] in state.get(entry["part"], {}):
-                        yield entry
+                for entry in _entries_of(file, manifest, name):
+                    for window, shard in local_parts(state.get(entry.field, {}).get(entry.table, _NOTHING)):
+                        put_rows(shard, window, entry)
 
 
-def _read_rows(file: Path, manifest: Manifest, name: str) -> list[RowsEntry]:
+_NOTHING = torch.empty(0)
+
+
+def _entries_of(file: Path, manifest: Manifest, name: str) -> Iterator[Rows]:
     try:
-        return cast(list[RowsEntry], torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as err:  # its checksum is right, so it was written like this
-        raise DamagedError(damaged_part(manifest.shown, name, f"cannot be read ({type(err).__name__}: {err})")) from err
+        data: Any = np.memmap(file, mode="r")  # closed with the last entry that is read
+        for entry in decode_rows(memoryview(data), name)[1]:
+            if not isinstance(entry, Dense):
+                yield entry
+    except FileError as err:  # its checksum is right, so it was written like this
+        raise DamagedError(damaged_part(manifest.shown, name, f"cannot be read ({err})")) from err
 
 
 def _concerns(place: RowsExtent, state: Mapping[str, Mapping[str, Piece]]) -> bool:
@@ -346,22 +331,3 @@ def _concerns(place: RowsExtent, state: Mapping[str, Mapping[str, Piece]]) -> bo
         if shard.numel() and has_columns and rows.start < end_row and first_row < rows.stop:
             return True
     return False
-
-
-def put_entry(entry: RowsEntry, window: Window, shard: Tensor) -> None:
-    """Copy rows into a shard, which is in this window of the unsharded piece; what is outside of it is skipped."""
-    rows_N, values = entry["rows"], entry["values"]
-    rows, *columns = window
-    inside_N = (rows_N >= rows.start) & (rows_N < rows.stop)
-    into_N = rows_N[inside_N] - rows.start
-    values_here = values[inside_N]
-    into = shard
-    for one in columns:
-        start = max(one.start, entry["first_column"])
-        stop = min(one.stop, entry["first_column"] + values.shape[1])
-        if start >= stop:
-            return
-        into = shard[:, start - one.start : stop - one.start]
-        values_here = values_here[:, start - entry["first_column"] : stop - entry["first_column"]]
-    if len(into_N):
-        into[into_N.to(into.device)] = values_here.to(into.device, into.dtype)

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from ..compat.torch import tree_map_only
 from ..distributed import Group, gather_objects, gather_on_rank_zero, together
+from ..row_log import arrow
 from ..storage import (
     MARKER,
     DamagedError,
@@ -49,7 +50,7 @@ from .incremental import (
     Increments,
     RowsFile,
     is_incremental,
-    put_rows,
+    put_changed_rows,
 )
 from .managed_collision_state import Generators, collision_state, pieces_for
 from .model_state import (
@@ -96,6 +97,8 @@ def check_format(checkpoint_format: str | None, async_checkpoint: bool, most_inc
         raise ValueError(f"most_increments must be 0 or more, got {most_increments}.")
     if checkpoint_format is not None:
         check_known("checkpoint_format", checkpoint_format, FORMATS)
+    if checkpoint_format == INCREMENTAL:
+        arrow()  # an ImportError without pyarrow
     if checkpoint_format == FULL and async_checkpoint:
         raise ValueError(
             "async_checkpoint=True needs checkpoint_format='sharded', got 'full': training waits while a full "
@@ -488,7 +491,7 @@ def load_folder(
             reader, planner = SafeReader(part), SafePlanner(weights_only)
             load(pieces, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     if is_incremental(manifest):
-        together(partial(put_rows, manifest, state), group, alike=(DamagedError,))
+        together(partial(put_changed_rows, manifest, state), group, alike=(DamagedError,))
     state.setdefault(MODEL, {})
     saved_segments = {name: state[MODEL][key] for key, name in segments.items()}
     for move in move_ids(model, saved_segments, group):
@@ -534,7 +537,7 @@ def read_folder(path: str | os.PathLike[str] | Place, *, weights_only: bool | No
             for name, keys in wanted.items():
                 put_at(state, keys, flat.pop(name))
     if is_incremental(manifest):
-        put_rows(manifest, state)
+        put_changed_rows(manifest, state)
     tensors = {key: with_lists(value) for key, value in state.pop(MODEL, {}).items()}
     rest.pop(SHARDED_NAMES, None)
     restore_objects(rest, tensors)

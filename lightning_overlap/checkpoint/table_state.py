@@ -30,12 +30,12 @@ from torchrec.optim.keyed import CombinedOptimizer
 from ..compat.fbgemm import lookup_counts, set_count
 from ..compat.torch import sharded_tensor
 from ..distributed import warn_on_rank_zero
+from ..row_log import Window
 from ..tables import Rule, frozen_tables, kernel_of, sharded_modules, table_modules
 from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor  # equal on all ranks that have it, or sharded
 Columns: TypeAlias = tuple[int, int]  # first column, last column + 1
-Window: TypeAlias = tuple[slice, ...]  # where a part is in the unsharded tensor, by dimension
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)

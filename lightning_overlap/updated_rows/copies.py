@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..row_log import WEIGHT
 from ..runtime import Made, Streams
 from ..schedules import StreamName
 from ..tables import KernelShards, TableShard
 from .row_marks import DeviceMarks
 
-WEIGHT = "weight"  # the kind of a field that is no optimizer state
 GATHERED_AT_ONCE = 1 << 17  # most rows to gather at once from tables of different widths: the index is large
 ALIGNED_TO = 64  # alignment of each tensor in lent memory, in bytes
 LARGER = 4  # kept memory is freed if it is larger than a request by more than this factor

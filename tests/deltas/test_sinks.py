@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_overlap import OverlapEmbeddingStrategy, row_log
 from lightning_overlap.deltas import DiskStore, Replica, as_store, prune
 from lightning_overlap.deltas.files import form
 from lightning_overlap.storage import check_store
@@ -39,9 +40,13 @@ def test_a_sink_of_ones_own() -> None:
 
 def test_pyarrow_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    said = r"embedding deltas need pyarrow, which cannot be imported \(.*\): pip install 'lightning_overlap\[deltas\]'"
+    monkeypatch.delitem(sys.modules, "lightning_overlap.row_log.arrow_stream")
+    monkeypatch.delattr(row_log, "arrow_stream")
+    said = r"incremental checkpoints need pyarrow, which cannot be imported \(.*\): pip install pyarrow"
     with pytest.raises(ImportError, match=said):
-        runpy.run_path(form.__file__)
+        runpy.run_path(form.__file__, run_name="lightning_overlap.deltas.files.form")
+    with pytest.raises(ImportError, match=said):
+        OverlapEmbeddingStrategy(checkpoint_format="incremental")
 
 
 def test_unfinished_files_are_no_cuts(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from lightning_overlap.deltas import NO_ID, Header, Replica, Rows, encode
 from lightning_overlap.deltas.files import TRAILER_SIZE, FileError, decode, read_header
-from lightning_overlap.deltas.files.form import _COLUMNS, _HEADER
+from lightning_overlap.deltas.files.form import _HEADER
 from lightning_overlap.deltas.serving import KnownIds
 from lightning_overlap.deltas.serving.covered_rows import CoveredRows, TablesError
+from lightning_overlap.row_log.arrow_stream import COLUMNS
 
 from .histories import MemorySink
 from .untrusted import HEADER, MANAGED, OF_RAW_IDS, decode_changed, file_of_two_tables, raw_ids, with_checksum
@@ -30,7 +31,7 @@ def test_changed_bytes_are_refused_or_decoded(get_ranks: Any) -> None:
 
 
 def _stream(batch: pa.RecordBatch, **options: Any) -> bytes:
-    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(MANAGED), default=vars).encode()})
+    schema = COLUMNS.with_metadata({_HEADER: json.dumps(vars(MANAGED), default=vars).encode()})
     out = pa.BufferOutputStream()
     with pa.ipc.new_stream(out, schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_batch(batch)
@@ -39,7 +40,7 @@ def _stream(batch: pa.RecordBatch, **options: Any) -> bytes:
 
 def _batch(**changes: Any) -> pa.RecordBatch:
     one = pa.ipc.open_stream(file_of_two_tables()[:-TRAILER_SIZE]).read_next_batch().to_pylist()[0]
-    return pa.RecordBatch.from_pylist([{**one, **changes}], schema=_COLUMNS)
+    return pa.RecordBatch.from_pylist([{**one, **changes}], schema=COLUMNS)
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])

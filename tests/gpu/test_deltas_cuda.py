@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_overlap import MODES, STREAMS
-from lightning_overlap.deltas import Replica, Rows
+from lightning_overlap.deltas import Replica
 from lightning_overlap.deltas.serving import served_tables
 
 from ..deltas.delta_fits import fit_with_deltas
@@ -35,16 +35,16 @@ def test_other_kinds_of_tables(gpus: Ranks, tmp_path: Path, name: str) -> None:
 
 def test_what_a_replica_has_applied_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers have streams of their own: nothing is under way on the default stream once they may read."""
-    training, write_rows = Training(MemorySink()), served_tables._write_rows
+    training, write_rows = Training(MemorySink()), served_tables.write_rows
     training.train(2)
     training.cut()
     tables = {name: value.cuda() for name, value in empty_tables().items()}
 
-    def writes_late(table: Tensor, entry: Rows) -> None:
-        write_rows(table, entry)
+    def writes_late(table: Tensor, *rows: object) -> None:
+        write_rows(table, *rows)  # type: ignore[arg-type]
         torch.cuda._sleep(1 << 28)
 
-    monkeypatch.setattr(served_tables, "_write_rows", writes_late)
+    monkeypatch.setattr(served_tables, "write_rows", writes_late)
     Replica(tables, training.sink).update()
     assert torch.cuda.default_stream().query()
     assert_equal({name: value.cpu() for name, value in tables.items()}, training.tables)

@@ -30,6 +30,7 @@ from lightning_overlap.plugin.loops import fit_loop, preemption, resume
 from lightning_overlap.plugin.loops.batch_stream import BatchStream
 from lightning_overlap.plugin.loops.fetcher import LookaheadFetcher
 from lightning_overlap.plugin.nonfinite import NonfiniteLosses
+from lightning_overlap.row_log import rows
 from lightning_overlap.runtime.batch_memory import BatchMemory
 from lightning_overlap.runtime.batches import Batches
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
@@ -599,12 +600,12 @@ def _any_cut(patch: pytest.MonkeyPatch) -> None:
     "deltas/test_restoring.py::test_an_evaluation_gets_tables_and_dense_part",
 )
 def _rows_one_further(patch: pytest.MonkeyPatch) -> None:
-    write = shard_tables.write_rows
+    write = rows.write_rows
 
     def write_further(table: torch.Tensor, rows_N: torch.Tensor, *rest: Any) -> None:
         write(table, (rows_N + 1) % len(table), *rest)
 
-    patch.setattr(shard_tables, "write_rows", write_further)
+    patch.setattr(rows, "write_rows", write_further)
 
 
 @breaks(

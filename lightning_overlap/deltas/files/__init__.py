@@ -1,5 +1,6 @@
 """The files of cuts, and the chain of cuts. Needs pyarrow of the extra `deltas`; isal of this extra is faster."""
 
+from ...row_log import TRAILER_SIZE, WEIGHT, Dense, FileError, Rows
 from .chain import Chain, Move
 from .cuts import CutError, Head, as_words, file_of
 from .form import (
@@ -8,16 +9,11 @@ from .form import (
     PLAIN,
     RAW_ID,
     SCHEMA,
-    TRAILER_SIZE,
-    WEIGHT,
     Columns,
     CutFile,
-    Dense,
-    FileError,
     FileName,
     Header,
     RawIds,
-    Rows,
     decode,
     encode,
     encode_pieces,

@@ -3,58 +3,35 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
 from typing import Any, NamedTuple, Self, TypeAlias
 
-import numpy as np
 import torch
-from torch import Tensor
 
-try:
-    import pyarrow as pa
-except ImportError as err:
-    raise ImportError(
-        f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
-    ) from err
-
+from ...row_log import (
+    Dense,
+    FileError,
+    Rows,
+    arrow,
+    as_file_error,
+    decode_rows,
+    encode_rows,
+    integers,
+)
 from ...storage import Piece, joined
-from .arrow_stream import read_stream
 
-try:
-    from isal.isal_zlib import crc32  # as zlib's, but faster
-except ImportError:
-    from zlib import crc32
+arrow()  # so that a missing pyarrow is told when deltas are imported
 
 PLAIN, SCHEMA = 1, 2  # versions of the format: of runs without and with raw ids; a reader rejects others
-WEIGHT = "weight"  # the field of a table's weights; other fields are kinds of optimizer state (`momentum1`, ...)
 RAW_ID = "raw_id"  # the field that has the raw id of each row under managed collisions, or `NO_ID`
 EVICTED_ID = "evicted_id"  # the field of raw ids that were known at the cut before, by the row that they had then
 NO_ID = torch.iinfo(torch.int64).max  # of a row that stands for no id
-TRAILER_SIZE = len(b"CRC32:00000000")  # bytes of the checksum at the end of a file
-SMALL = 4096  # adjacent pieces below this size in bytes are joined
 
 Columns: TypeAlias = tuple[str, str, int, int]  # table, kind of state, first column and number of columns of a shard
 
 _HEADER = b"embedding_deltas.part"
-_TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
 _NAME = re.compile(r"g(\d{6,})-s(\d{12})-r(\d{5})of(\d{5})-c(\d{5})of(\d{5})\.arrow")
-_COLUMNS = pa.schema(
-    [
-        *((name, pa.string()) for name in ("kind", "name", "field", "dtype")),
-        ("shape", pa.list_(pa.int64())),
-        *((name, pa.int64()) for name in ("first_column", "num_columns")),
-        *((name, pa.large_binary()) for name in ("rows", "values")),
-    ]
-)
-_DESCRIPTION = [name for name in _COLUMNS.names if name not in ("rows", "values")]
-
-
-class FileError(ValueError):
-    """A file cannot be decoded: it is damaged, of another schema, or no file of a cut."""
 
 
 class FileName(NamedTuple):
@@ -138,26 +115,6 @@ class Header:
         return FileName(self.generation, self.step, self.rank, self.world_size, self.chunk, self.num_chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of one table, of one kind of its optimizer state, or of its raw ids; tensors are on the host."""
-
-    table: str  # name of the table's weight in the unsharded LightningModule's `state_dict`
-    field: str  # `WEIGHT`, `RAW_ID`, `EVICTED_ID`, or a kind of optimizer state
-    shape: tuple[int, int]  # of the unsharded table; (rows, 1) for row-wise state and raw ids
-    first_column: int  # of this shard
-    rows: Tensor  # distinct row numbers in the unsharded table, `(N,)`, int64
-    values: Tensor  # `(N, num_columns)`, with the dtype and bits of the trainer's table
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A tensor of the dense part, on the host; `name` is its name in the LightningModule's `state_dict`."""
-
-    name: str
-    value: Tensor
-
-
 class CutFile(NamedTuple):
     """The content of one file of a cut."""
 
@@ -173,33 +130,7 @@ def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = (
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
     """Return the bytes of `encode` in pieces; row numbers and values are views of the tensors."""
-    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header), default=vars).encode()})
-    entries = [
-        _entry(one.rows, one.values, "rows", one.table, one.field, one.shape, one.first_column, one.values.shape[1])
-        for one in rows
-    ]
-    entries += [_entry(torch.empty(0), one.value, "dense", one.name, WEIGHT, one.value.shape, 0, 0) for one in dense]
-    written = _Written()
-    with pa.ipc.new_stream(written, schema) as writer:
-        for entry in entries:
-            writer.write_batch(entry)
-    pieces: list[Piece] = []
-    for is_small, run in groupby(written, lambda piece: len(piece) < SMALL):
-        adjacent = list(run)
-        pieces += [b"".join(adjacent)] if is_small else adjacent
-    checksum = 0
-    for piece in pieces:
-        checksum = crc32(piece, checksum)
-    return [*pieces, b"CRC32:%08x" % checksum]
-
-
-class _Written(list[memoryview]):
-    """A file for Arrow's writer that keeps the buffers of a batch without copying."""
-
-    closed = False
-
-    def write(self, data: Any) -> None:
-        self.append(memoryview(data))
+    return encode_rows({_HEADER: json.dumps(vars(header), default=vars).encode()}, rows, dense)
 
 
 def decode(data: bytes, name: str = "file") -> CutFile:
@@ -207,56 +138,52 @@ def decode(data: bytes, name: str = "file") -> CutFile:
 
     Holds at most a copy of the file, whatever its bytes are.
     """
-    header, batches = _read(data, name)
-    found = CutFile(header, [], [])
-    with _as_file_error(name):
-        for batch in batches:
-            _take(batch.select(_DESCRIPTION).to_pylist()[0], batch, found)
+    metadata, entries = decode_rows(data, name)
+    found = CutFile(_header_of(metadata, name), [], [])
+    for entry in entries:
+        if isinstance(entry, Dense):
+            found.dense.append(entry)
+        else:
+            with as_file_error(name):
+                _check_ids(entry, found.header)
+            found.rows.append(entry)
     return found
 
 
 def read_header(data: bytes, name: str = "file") -> Header:
     """Return the header of a file; arguments and errors as for `decode`."""
-    return _read(data, name)[0]
+    return _header_of(decode_rows(data, name)[0], name)
 
 
-def _read(data: bytes, name: str) -> tuple[Header, Iterator[pa.RecordBatch]]:
-    trailer = _TRAILER.fullmatch(data[-TRAILER_SIZE:])
-    content = memoryview(data)[:-TRAILER_SIZE]
-    if trailer is None or crc32(content) != int(trailer[1], 16):
-        raise FileError(
-            f"{name} is damaged, or no file of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
-        )
-    with _as_file_error(name):
-        metadata, batches = read_stream(content, _COLUMNS)
+def _header_of(metadata: dict[bytes, bytes], name: str) -> Header:
+    with as_file_error(name):
         written = json.loads(metadata[_HEADER])
         schema = written.get("schema")
         if schema in (PLAIN, SCHEMA):
-            return _header(written), batches
+            return _header(written)
     raise FileError(
         f"{name} is of schema {schema!r}, this version reads schemas {PLAIN} and {SCHEMA}: read it with the version "
         "of lightning_overlap that wrote it."
     )
 
 
-@contextmanager
-def _as_file_error(name: str) -> Iterator[None]:
-    """Raise a FileError for any other error: a right checksum does not say who wrote the file."""
-    try:
-        yield
-    except Exception as err:
-        raise FileError(f"{name} is not a file of embedding deltas: {type(err).__name__}: {err}") from err
+def _check_ids(entry: Rows, header: Header) -> None:
+    """Raise a ValueError for raw ids of a table without managed collisions, or that are not one for each row."""
+    if entry.field in (RAW_ID, EVICTED_ID):
+        described = header.raw_ids is not None and entry.table in header.raw_ids
+        if not described or entry.values.dtype != torch.int64 or entry.values.shape[1] != 1 or entry.shape[1] != 1:
+            raise ValueError(f"{entry.table} has no such {entry.field}")
 
 
 def _header(written: dict[str, Any]) -> Header:
     kept = {key: value for key, value in written.items() if key in Header.__dataclass_fields__}
     for cut in ("after", "found"):
-        kept[cut] = None if kept.get(cut) is None else _integers(kept[cut], 2)
-    kept["tables"] = {table: _integers(shape, 2) for table, shape in kept["tables"].items()}
+        kept[cut] = None if kept.get(cut) is None else integers(kept[cut], 2)
+    kept["tables"] = {table: integers(shape, 2) for table, shape in kept["tables"].items()}
     if kept.get("row_wise") is not None:
         if not isinstance(kept["row_wise"], list):
             raise TypeError(f"its row_wise is {kept['row_wise']!r}")
-        kept["row_wise"] = [(str(table), str(kind), *_integers(at, 2)) for table, kind, *at in kept["row_wise"]]
+        kept["row_wise"] = [(str(table), str(kind), *integers(at, 2)) for table, kind, *at in kept["row_wise"]]
     if (kept.get("raw_ids") is None) != (kept["schema"] == PLAIN):
         raise ValueError(f"its raw_ids do not belong to schema {kept['schema']}")
     if kept.get("raw_ids") is not None:
@@ -280,13 +207,13 @@ def _header(written: dict[str, Any]) -> Header:
         "epoch",
         "batch",
     )
-    _integers([getattr(header, key) for key in numbers], len(numbers))
+    integers([getattr(header, key) for key in numbers], len(numbers))
     return header
 
 
 def _raw_ids(written: dict[str, Any], shape: tuple[int, ...]) -> RawIds:
-    found = RawIds(**{**written, "segments": _integers(written["segments"], len(written["segments"]))})
-    _integers([found.hash_size], 1)
+    found = RawIds(**{**written, "segments": integers(written["segments"], len(written["segments"]))})
+    integers([found.hash_size], 1)
     segments = found.segments
     if len(segments) < 2 or segments[0] != 0 or segments[-1] != shape[0] or sorted(set(segments)) != [*segments]:
         raise ValueError(f"it divides a table of {shape[0]} rows into {segments}")
@@ -294,60 +221,3 @@ def _raw_ids(written: dict[str, Any], shape: tuple[int, ...]) -> RawIds:
     if not all(isinstance(name, str) for name in names) or not isinstance(found.is_hashed, bool):
         raise TypeError(f"its raw_ids are {found}")
     return found
-
-
-def _integers(values: Any, count: int) -> tuple[int, ...]:
-    """Return numbers from 0 on, of which there have to be `count`, as a tuple."""
-    numbers = tuple(values)
-    if len(numbers) != count or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-        raise ValueError(f"it has {values!r} where {count} integers from 0 on have to be")
-    return numbers
-
-
-def _take(entry: dict[str, Any], batch: pa.RecordBatch, found: CutFile) -> None:
-    """Add the content of a batch to a file's."""
-    dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"an entry has the dtype {entry['dtype']!r}, which this torch lacks")
-    values = _tensor(batch.column("values")[0].as_buffer(), dtype)
-    shape = _integers(entry["shape"], len(entry["shape"]))
-    if entry["kind"] == "dense":
-        found.dense.append(Dense(entry["name"], values.reshape(shape)))
-        return
-    first_column, num_columns = _integers([entry["first_column"], entry["num_columns"]], 2)
-    num_rows, num_all_columns = _integers(shape, 2)
-    rows = _tensor(batch.column("rows")[0].as_buffer(), torch.int64)
-    if not are_distinct(rows):
-        raise ValueError(f"{entry['name']} has a row twice")
-    values = values.reshape(len(rows), num_columns)
-    if entry["field"] in (RAW_ID, EVICTED_ID):
-        described = found.header.raw_ids is not None and entry["name"] in found.header.raw_ids
-        if not described or dtype != torch.int64 or num_columns != 1 or num_all_columns != 1:
-            raise ValueError(f"{entry['name']} has no such {entry['field']}")
-    found.rows.append(Rows(entry["name"], entry["field"], (num_rows, num_all_columns), first_column, rows, values))
-
-
-def are_distinct(rows: Tensor) -> bool:
-    """Return whether no row number, `(N,)` int64, is there twice."""
-    return bool((rows[1:] > rows[:-1]).all()) or len(torch.unique(rows)) == len(rows)
-
-
-def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> pa.RecordBatch:
-    described = _described(kind, name, field, str(values.dtype).removeprefix("torch."), tuple(shape), *columns)
-    return pa.RecordBatch.from_arrays([*described, _binary(rows), _binary(values)], schema=_COLUMNS)
-
-
-@lru_cache(maxsize=1024)  # equal in every cut, and slow to make
-def _described(*description: Any) -> list[pa.Array]:
-    return [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
-
-
-def _binary(tensor: Tensor) -> pa.Array:
-    """Return a large_binary column of one row, a view of the tensor's memory."""
-    content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    buffers = [None, pa.py_buffer(np.array([0, content.nbytes])), pa.py_buffer(content)]
-    return pa.Array.from_buffers(pa.large_binary(), 1, buffers)
-
-
-def _tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(buffer), dtype=dtype) if buffer.size else torch.empty(0, dtype=dtype)

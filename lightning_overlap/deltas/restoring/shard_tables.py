@@ -11,7 +11,6 @@ from ...checkpoint import (
     Move,
     Piece,
     StateKey,
-    Window,
     counting_modules,
     fused_state,
     local_parts,
@@ -20,9 +19,10 @@ from ...checkpoint import (
 )
 from ...compat.torchrec import SEGMENTS, first_row, hash_of, set_known_ids
 from ...distributed import Group
+from ...row_log import put_rows
 from ...tables import ShardedStateNames, check_assigned_rows, kernel_shards, table_names
 from ..files import EVICTED_ID, NO_ID, RAW_ID, WEIGHT, CutFile, Header, Rows
-from ..serving import Tables, TablesError, write_rows
+from ..serving import Tables, TablesError
 
 _NO_STATE = (WEIGHT, RAW_ID, EVICTED_ID)
 _OTHER = "Pass a sink of the same module's training."
@@ -176,20 +176,7 @@ def _write_part(piece: Piece, entry: Rows) -> None:
     if here != there:
         raise TablesError(f"{entry.table} ({entry.field}) is of {there} in the sink, and of {here} in this module.")
     for window, part in local_parts(piece):
-        if part.dim() == 1:
-            _write_window(part.unsqueeze(1), (*window, slice(0, 1)), entry.rows, 0, entry.values[:, :1])
-        else:
-            _write_window(part, window, entry.rows, entry.first_column, entry.values)
-
-
-def _write_window(part: Tensor, window: Window, rows_N: Tensor, first_column: int, values_ND: Tensor) -> None:
-    """Write rows of a whole table, from a column on, into the part of it that has the rows and columns of `window`."""
-    rows, columns = window
-    start, stop = max(first_column, columns.start), min(first_column + values_ND.shape[1], columns.stop)
-    is_mine = (rows_N >= rows.start) & (rows_N < rows.stop)
-    if start < stop and bool(is_mine.any()):
-        values = values_ND[is_mine, start - first_column : stop - first_column]
-        write_rows(part, rows_N[is_mine] - rows.start, start - columns.start, values)
+        put_rows(part, window, entry)
 
 
 def _shapes(tables: set[tuple[str, tuple[int, int]]]) -> str:

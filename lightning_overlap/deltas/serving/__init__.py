@@ -4,4 +4,4 @@ from .covered_rows import TablesError
 from .http_server import ReplicaServer
 from .raw_ids import KnownIds
 from .replica import Lag, Position, Replica, ReplicaError
-from .served_tables import Tables, write_rows
+from .served_tables import Tables

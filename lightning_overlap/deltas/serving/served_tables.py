@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ...row_log import write_rows
 from ..files import EVICTED_ID, RAW_ID, WEIGHT, CutFile, Header, Rows
 from .covered_rows import TablesError
 from .raw_ids import KnownIds, Remap, rows_of
 
 _TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")  # a table's weight in TorchRec's collections
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tables(ABC):
@@ -237,18 +237,6 @@ class ServedTables(Tables):
     def _tables(self) -> set[str]:
         names = self.tensors.keys() | self._not_plain
         return names if self._module is None else set(filter(_TABLE.fullmatch, names))
-
-
-def write_rows(table: Tensor, rows_N: Tensor, first_column: int, values_ND: Tensor) -> None:
-    """Write values of a table's dtype, bit for bit, into rows `(N,)`, int64, from a column on."""
-    columns = _bits(table)[:, first_column : first_column + values_ND.shape[1]]
-    columns.index_copy_(0, rows_N.to(table.device), _bits(values_ND).to(table.device))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a view as integers, so that writes keep every bit and `index_copy_` supports the dtype."""
-    size = tensor.element_size()
-    return tensor.detach().view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor.detach()
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Tensor]:
