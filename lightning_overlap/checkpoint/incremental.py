@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +27,7 @@ from torch import nn
 from ..distributed import Group, gather_objects, together
 from ..row_log import Dense, FileError, Rows, decode_rows, encode_rows, put_rows
 from ..runtime import TableAccess
-from ..storage import DamagedError, Held, Manifest, Place, SavedFile, damaged_part
+from ..storage import DamagedError, Held, Manifest, Place, SavedFile, damaged_part, or_warn
 from ..updated_rows import RowCopy, TouchedRows
 from .not_checkpoints import INCREMENT_NAME
 from .parts import FUSED, MODEL
@@ -109,6 +110,8 @@ class Increments:
         self._settled(False)  # if that failed
         self._touched.detach()
         self._held.release()
+        if self._newest is not None:  # on rank 0; perhaps no checkpoint is left that lists them
+            or_warn(partial(self._newest.place.remove_unlisted, self._newest.manifest.saves()))
 
     def settle(self) -> None:
         """Wait until the rows of the last save are copied: from here on anybody may write tables."""
@@ -161,7 +164,7 @@ class Increments:
         if newest.bytes_of_rows > self._most * newest.bytes_of_base:
             return False
         try:
-            gone = newest.manifest.lacks() or newest.base.lacks()
+            gone = newest.manifest.lacks()
         except OSError:  # a whole save raises it on all ranks, if it lasts
             return False
         if gone:
@@ -196,13 +199,10 @@ class Increments:
 
     def saved(self, manifest: Manifest, place: Place, increment: "Increment | None") -> None:
         """Note on rank 0 a complete checkpoint: the next increment stands on it."""
-        shared = manifest.shared()
-        if increment is None:
-            self._newest = Newest(place, shared, {}, shared)
-        else:
-            assert manifest.base is not None
-            self._newest = Newest(place, shared, increment.rows, manifest.base)
-        self._held.hold(shared._replace(base=manifest.base))
+        shared, rows = manifest.shared()._replace(base=manifest.base), {} if increment is None else increment.rows
+        self._newest = Newest(place, shared, rows, shared if manifest.base is None else manifest.base)
+        dropped = self._held.hold(shared)
+        or_warn(partial(place.remove_unlisted, dropped))
 
     def end_save(self) -> None:
         """Note on every rank that the last save is complete."""

@@ -3,11 +3,12 @@
 import io
 import os
 import pickle
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -169,16 +170,15 @@ class FolderSaver:
         model: nn.Module,
         *,
         asynchronous: bool,
-        also: Sequence[Place],
-        resumes: bool,
+        stands_for: Sequence[str],
         increments: Increments | None = None,
         follows: bool = False,
         generators: Generators | None = None,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        The names `also` become it, too; `resumes` says whether a training can go on from it. Moves sharded state out
-        of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks allows, rows that did not
+        `stands_for` are beginnings of names in whose place it is until they are saved. Moves sharded state out of
+        `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks allows, rows that did not
         change are not written. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
@@ -201,7 +201,7 @@ class FolderSaver:
             increments.start(increment)
         sweeps = place.store.address not in self._swept
         self._swept.add(place.store.address)
-        write_as = partial(_write, place, also, self._group, name, resumes=resumes, sweeps=sweeps, snapshot=snapshot)
+        write_as = partial(_write, place, tuple(stands_for), self._group, name, sweeps=sweeps, snapshot=snapshot)
         write = partial(write_as, rest, increments, increment, state)
         if not asynchronous:
             if increments is not None:
@@ -270,7 +270,7 @@ def _in_words(err: BaseException) -> str:
 
 def _write(
     place: Place,
-    also: Sequence[Place],
+    stands_for: tuple[str, ...],
     group: Group,
     name: str,
     rest: Callable[[], memoryview] | None,
@@ -278,20 +278,21 @@ def _write(
     increment: Increment | None,
     state: State,
     *,
-    resumes: bool,
     sweeps: bool,
     snapshot: Snapshot,
 ) -> bool:
     """Write a checkpoint; return whether it is complete: it is not if files are gone on which an increment stands."""
     shares, folders = increments is not None, ("", "")
-    is_gone = False  # on rank 0
+    is_gone = commits = False  # on rank 0
 
     def begin() -> None:
         nonlocal folders
+        if sweeps:
+            or_warn(place.sweep)
         folders = place.begin(name, shares=shares)
 
     def finish() -> None:
-        nonlocal is_gone
+        nonlocal is_gone, commits
         files = {key: value for of_rank, _ in written for key, value in of_rank.items()}
         assert rest is not None
         last = {METADATA_NAME if increment is None else INCREMENT_NAME: rest()}
@@ -305,24 +306,24 @@ def _write(
         files |= {key: SavedFile(len(content), checksum_of(content), name) for key, content in last.items()}
         for key, content in last.items():
             place.store.put(f"{folders[0]}/{key}", [content])
-        manifest = Manifest(place.store, place.name, name, files, base, resumes)
-        if increments is not None and increment is not None and (gone := manifest.lacks(of_others=True)):
+        manifest = Manifest(place.store, place.name, name, files, base, time.time(), stands_for)
+        if increments is not None and increment is not None and (gone := manifest.lacks()):
             is_gone = True
-            or_warn(partial(place.drop, folders))
             increments.lose(gone[0], f"{place} was not saved with it, and the next checkpoint is whole")
             return
         if shares:
             place.store.remove_empty_folder(folders[1])  # if no row has changed
-        place.commit(manifest, folders[0], also)
-        if sweeps:
-            or_warn(place.sweep)
+        commits = True
+        place.commit(manifest, folders[0])
         if increments is not None:
             increments.saved(manifest, place, increment)
 
     if increment is not None:
         # Until the next backward the training thread would often wait for the interpreter that this one has.
         increment.wait()
-    with writing(place):
+    with writing(place), ExitStack() as undo:
+        if is_rank_zero(group):
+            undo.callback(lambda: None if commits else or_warn(partial(place.drop, filter(None, folders))))
         on_rank_zero(begin, group)
         [(name, folders), *_] = gather_objects((name, folders), group)  # rank 0's
         own = SavedFiles(place.store, folders[0], name)

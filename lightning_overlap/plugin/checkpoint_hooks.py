@@ -212,9 +212,6 @@ class SavesShards(HasRun):
             checkpoint[ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
-        also: list[Place] = []
-        if resumable and place is not None and self.is_global_zero:
-            also = checkpoint_links.last_ones(self.running_trainer, place)
         generators = self._generators_of_place()
         if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group, generators)
@@ -227,6 +224,7 @@ class SavesShards(HasRun):
                     checkpoints.discard_folder(filepath, storage_options)  # of the same name, which loads would prefer
                 return
             assert place is not None
+            also = checkpoint_links.last_ones(self.running_trainer, place) if resumable else []
             checkpoints.write_file(content, place, self.checkpoint_group, also=also)
         else:
             assert place is not None
@@ -236,8 +234,7 @@ class SavesShards(HasRun):
                 place,
                 module,
                 asynchronous=self._is_in_thread,
-                also=also,
-                resumes=resumable,
+                stands_for=checkpoint_links.stems_of(self.running_trainer, place) if resumable else (),
                 increments=increments,
                 follows=all_follow,
                 generators=generators,
@@ -416,10 +413,10 @@ def _fit_loop(checkpoint: dict[str, Any]) -> Any:
 
 
 def _remove(place: Place, newest: Place | None, stems: set[str]) -> None:
-    """Remove a checkpoint; links to it whose names begin with one of `stems` then lead to the newest checkpoint."""
+    """Remove a checkpoint; those that lead to it and whose names begin with one of `stems` then lead to the newest."""
     if newest is not None and newest != place:
-        for link in place.links_to(stems):
-            link.lead(newest)
+        for leaning in place.leaning(stems) if stems else ():
+            leaning.lead(newest)
     place.discard()
 
 

@@ -7,8 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -19,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from ..checkpoint import can_resume
 from ..compat.lightning import checkpoint_folder, last_checkpoints, wrap_checkpoint_search
-from ..storage import is_address, place_at
+from ..storage import SHARED, DamagedError, Manifest, Place, is_address, place_at
 
 Saver = TypeVar("Saver")
 
@@ -56,10 +55,11 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
     if not is_last:
         in_part = ckpt_path is None and is_address(trainer.default_root_dir) and SLURMEnvironment.detect()
         return None if in_part and kwargs.get("model_provided") else own(fn, ckpt_path, **kwargs)
-    found = dict(_last(trainer))
+    if ckpt_path == "last":
+        _refuse_broken(trainer)
+    found = list(_last(trainer))
     if not found and ckpt_path == "last":
-        _refuse_broken_links(trainer)
-        found = dict(_newest(trainer))  # a crash before the first last one was complete has left it
+        found = list(_newest(trainer))  # a crash before the first last one was complete has left it
         if found:
             rank_zero_warn(f'{fn.value}(ckpt_path="last"): there is no last checkpoint, but a newest one.')
     if not found and not any(is_address(folder) for folder in _folders(trainer)):
@@ -70,22 +70,30 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
             "loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."  # in Lightning's words
         )
         return None
-    return max(found, key=lambda path: (found[path], path))  # stores count whole seconds
+    return max(found)[-1]
 
 
-def _refuse_broken_links(trainer: Trainer) -> None:
-    """Raise a FileNotFoundError for a last checkpoint that is a link to nothing: training would begin again."""
+def _refuse_broken(trainer: Trainer) -> None:
+    """Raise a FileNotFoundError for a last checkpoint that leads to what is gone: training would go back, or anew."""
     for callback in _savers(trainer, ModelCheckpoint):
-        folder = Path(checkpoint_folder(callback, trainer))
-        for link in folder.glob(f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}"):
-            if link.is_symlink() and not link.exists():
-                others = [one for one in folder.glob(f"*{callback.FILE_EXTENSION}") if one.exists()]
-                newest = max(others, key=lambda one: one.stat().st_mtime, default=None)
-                advice = f'Pass ckpt_path="{newest}", the newest checkpoint there. ' if newest else ""
-                raise FileNotFoundError(
-                    f'ckpt_path="last": {link} leads to {os.readlink(link)}, which is gone. {advice}To begin anew, '
-                    "remove the link."
-                )
+        folder = checkpoint_folder(callback, trainer).rstrip("/")
+        names = place_at(f"{folder}/_").store.names()
+        paths = [f"{folder}/{name}" for name in names if name.endswith(callback.FILE_EXTENSION)]
+        for path in paths:
+            place, manifest = place_at(path), None
+            if place.name.startswith(callback.CHECKPOINT_NAME_LAST):
+                manifest = _manifest_at(path)
+                gone = _leans_on(manifest) if manifest is not None else ""
+                if place.store.is_link(place.name) and not place.exists():
+                    gone = os.readlink(path)
+                if gone:
+                    others = [one for one in map(place_at, paths) if one != place and one.exists()]
+                    newest = max(others, key=Place.saved_at, default=None)
+                    advice = f'Pass ckpt_path="{newest}", the newest checkpoint there. ' if newest else ""
+                    raise FileNotFoundError(
+                        f'ckpt_path="last": {path} leads to {gone}, which is gone. {advice}To begin anew, remove '
+                        f"{place.name}."
+                    )
 
 
 def _savers(trainer: Trainer, kind: type[Saver]) -> list[Saver]:
@@ -98,24 +106,44 @@ def _folders(trainer: Trainer) -> list[str]:
     return [*folders, *(str(one.dirpath) for one in _savers(trainer, OnExceptionCheckpoint))]
 
 
-def _last(trainer: Trainer) -> Iterator[tuple[str, float]]:
-    """Yield (path or address, time in seconds) of each last checkpoint that is whole."""
-    paths = {one.ckpt_path for one in _savers(trainer, OnExceptionCheckpoint)}
+def _last(trainer: Trainer) -> Iterator[tuple[float, bool, str]]:
+    """Yield (time in seconds, whether its name is that of a last one, path) of each whole last checkpoint."""
+    paths = {str(one.ckpt_path) for one in _savers(trainer, OnExceptionCheckpoint)}
     for callback in _savers(trainer, ModelCheckpoint):
-        folder = checkpoint_folder(callback, trainer)
-        if is_address(folder):
-            paths |= _names_in(folder, callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION)
-        else:
-            paths |= last_checkpoints(callback, trainer)
-    yield from ((str(path), place_at(path).modified()) for path in paths if place_at(path).exists())
+        folder, stem = checkpoint_folder(callback, trainer), callback.CHECKPOINT_NAME_LAST
+        if not is_address(folder):
+            paths |= set(map(str, last_checkpoints(callback, trainer)))
+        for path in _names_in(folder, "", callback.FILE_EXTENSION):
+            name = path.rpartition("/")[2]
+            manifest = None if name.startswith(stem) else _manifest_at(path)
+            if manifest is not None and stem.partition("{")[0] in manifest.stands_for:
+                yield manifest.time, False, path
+            elif name.startswith(stem):
+                paths.add(path)
+    for path in paths:
+        place, manifest = place_at(path), _manifest_at(path)
+        if place.exists():
+            yield place.saved_at() if manifest is None else manifest.time, True, path
 
 
-def _newest(trainer: Trainer) -> Iterator[tuple[str, float]]:
-    """Yield (path or address, time in seconds) of each checkpoint of callbacks that keep a last one."""
+def _manifest_at(path: str) -> Manifest | None:
+    with suppress(DamagedError):  # a load says so
+        return place_at(path).manifest()
+    return None
+
+
+def _leans_on(manifest: Manifest) -> str:
+    """Return the name of another checkpoint whose files a manifest lists, if any of these is gone."""
+    others = sorted(save for save in manifest.saves() if not save.startswith((f"{manifest.name}/", f"{SHARED}/")))
+    return others[0].partition("/")[0] if others and manifest.gone() else ""
+
+
+def _newest(trainer: Trainer) -> Iterator[tuple[float, bool, str]]:
+    """Yield the full files on a disk of callbacks that keep a last one, as `_last` does."""
     for callback in _savers(trainer, ModelCheckpoint):
         for path in _names_in(checkpoint_folder(callback, trainer), "", callback.FILE_EXTENSION):
             if callback.save_last and can_resume(place := place_at(path)):
-                yield path, place.modified()
+                yield place.saved_at(), False, path
 
 
 def _names_in(folder: str, stem: str, suffix: str) -> set[str]:

@@ -1,7 +1,8 @@
 """Arrow IPC streams of entries, each a batch of one row; they are read from bytes that may be anything.
 
 Arrow's own reader of streams trusts lengths and offsets, so that wrong ones end the process, and it unpacks compressed
-buffers of any size. Here memory is only viewed, each message is looked at first, and each batch is validated before any of it is used.
+buffers of any size. Here memory is only viewed, each message is looked at first, and each batch is validated before any
+of it is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -78,6 +78,12 @@ class DiskStore:
         with self._words.errors("read", name):
             return (self.folder / name).stat().st_mtime
 
+    def changed(self, name: str) -> float:
+        """Return when a file or folder was written, renamed or put there: seconds since 1970."""
+        with self._words.errors("read", name):
+            stat = (self.folder / name).stat()
+            return max(stat.st_mtime, stat.st_ctime)
+
     def names(self, folder: str = "") -> list[str]:
         """Return the names of all files and folders in a folder, sorted; none without it."""
         with self._words.errors("read"), suppress(FileNotFoundError, NotADirectoryError):
@@ -94,7 +100,7 @@ class DiskStore:
         """Write a file; return the function that gives it its name."""
         path = self.folder / name
         # Not within a folder of the name: its time would be newer than what is in it.
-        is_inside = path.parent != self.folder and not path.parent.name.startswith(".")
+        is_inside = path.parent.parent == self.folder and not path.parent.name.startswith(".")
         unfinished = unfinished_name(path.parent if is_inside else path)
 
         def keep() -> None:
@@ -145,6 +151,17 @@ class DiskStore:
         with self._words.errors("write to"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
+    @contextmanager
+    def keeping_time(self, name: str) -> Iterator[None]:
+        """Let a folder keep its time, by which users find the newest, though something is put or removed within it."""
+        path, before = self.folder / name, None
+        with suppress(OSError):
+            before = path.stat()
+        yield
+        if before is not None:
+            with suppress(OSError):
+                os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
     def publish(self, folder: str, name: str) -> None:
         """Give a finished folder its name, in the place of what has it."""
         with self._words.errors("write to"):
@@ -164,7 +181,9 @@ class DiskStore:
                     (self.folder / name).unlink(missing_ok=True)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it, if there is one."""
+        """Remove a folder with all that is in it, if there is one; not the store's own folder."""
+        if not name.strip("/"):
+            raise ValueError("the folder of a store is not removed")
         with self._words.errors("remove files of"), suppress(FileNotFoundError, NotADirectoryError):
             shutil.rmtree(self.folder / name)
 
@@ -175,15 +194,25 @@ class DiskStore:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a local file to write; it gets its name at the end of the context, complete and flushed to the disk."""
+def whole_file(path: Path, twins: Iterable[Path] = ()) -> Iterator[IO[bytes]]:
+    """Open a local file to write; it gets its name at the end of the context, complete and flushed to the disk.
+
+    It gets the names `twins`, too, as hard links, if the file system has them.
+    """
     unfinished = unfinished_name(path)
     with _flushed(unfinished) as file:
         yield file
+    links = {unfinished: path}
+    for twin in twins:
+        with suppress(OSError):
+            os.link(unfinished, link := unfinished_name(twin))
+            links[link] = twin
     try:
-        take_name(unfinished, path)
+        for link, name in links.items():
+            take_name(link, name)
     finally:
-        unfinished.unlink(missing_ok=True)
+        for link in links:
+            link.unlink(missing_ok=True)
 
 
 @contextmanager

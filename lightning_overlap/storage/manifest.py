@@ -40,7 +40,8 @@ class Manifest(NamedTuple):
     save: str  # identity of the save
     files: Mapping[str, SavedFile]  # by their own names
     base: "Manifest | None" = None  # of the earlier save on which this one stands
-    resumes: bool = True  # whether a training can go on from it
+    time: float = 0.0  # when it was saved: seconds since 1970
+    stands_for: tuple[str, ...] = ()  # how names begin, in whose place it is until they are saved again
 
     @property
     def shown(self) -> str:
@@ -85,12 +86,17 @@ class Manifest(NamedTuple):
                 raise DamagedError(damaged_part(self.shown, name, is_another("has")))
             yield path
 
-    def lacks(self, *, of_others: bool = False) -> list[str]:
-        """Return the paths of files that are gone; only those outside of this name's own folder, if so asked."""
-        own = [self.path(name) for name, file in self.files.items() if not of_others or file.where.startswith(_BESIDE)]
-        names = {folder: set(self.store.names(folder)) for folder in {path.rpartition("/")[0] for path in own}}
-        gone = [path for path in own if path.rpartition("/")[2] not in names[path.rpartition("/")[0]]]
-        return gone + (self.base.lacks(of_others=of_others) if self.base is not None else [])
+    def lacks(self) -> list[str]:
+        """Return the saves of shared files, "shared_files/SAVE", that are gone, by one listing of the folder."""
+        shared = {save for save in self.saves() if save.startswith(f"{SHARED}/")}
+        return sorted(shared - {f"{SHARED}/{name}" for name in self.store.names(SHARED)}) if shared else []
+
+    def gone(self) -> list[str]:
+        """Return the paths of all files that are gone."""
+        paths = [self.path(name) for name in self.files]
+        names = {folder: set(self.store.names(folder)) for folder in {path.rpartition("/")[0] for path in paths}}
+        gone = [path for path in paths if path.rpartition("/")[2] not in names[path.rpartition("/")[0]]]
+        return gone + (self.base.gone() if self.base is not None else [])
 
     def saves(self) -> set[str]:
         """Return the saves that the files are of, as "NAME/SAVE" with NAME beside this one or itself."""
@@ -115,7 +121,7 @@ class Manifest(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the content of the marker."""
-        content = {**self._content(), "resumes": self.resumes}
+        content = {**self._content(), "time": self.time, "stands_for": list(self.stands_for)}
         if self.base is not None:
             content["base"] = self.base._content()
         return json.dumps({**content, "checksum": _checksum_of(content)}, indent=0).encode()
@@ -152,7 +158,10 @@ def _parsed(store: FolderStore, name: str, content: Any, base: Manifest | None) 
     }
     if not all(is_plain_name(file) and _is_where(one.where) for file, one in files.items()):
         raise ValueError("a file lies elsewhere")
-    return Manifest(store, name, str(content["save"]), files, base, bool(content.get("resumes", True)))
+    save, stands_for = str(content["save"]), tuple(map(str, content.get("stands_for", ())))
+    if SAVE_NAME.fullmatch(save) is None:
+        raise ValueError("its save has another name")
+    return Manifest(store, name, save, files, base, float(content.get("time", 0.0)), stands_for)
 
 
 def is_plain_name(name: str) -> bool:

@@ -105,6 +105,8 @@ class ObjectStore:
             when = self._files.modified(self._path(name))
             return float(when.timestamp() if isinstance(when, datetime) else when)
 
+    changed = modified
+
     def names(self, folder: str = "") -> list[str]:
         """Return the names in a folder, sorted; none without it."""
         path = self._path(folder)
@@ -177,6 +179,11 @@ class ObjectStore:
         with self._words.errors("write to"):
             self._files.makedirs(self._path(name), exist_ok=True)
 
+    @contextmanager
+    def keeping_time(self, name: str) -> Iterator[None]:
+        """Do nothing: folders have no time."""
+        yield
+
     def remove(self, names: Iterable[str]) -> None:
         """Remove files."""
         with self._words.errors("remove files of"):
@@ -185,7 +192,9 @@ class ObjectStore:
                     self._files.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it, if there is one."""
+        """Remove a folder with all that is in it, if there is one; not the store's own folder."""
+        if not name.strip("/"):
+            raise ValueError("the folder of a store is not removed")
         path = self._path(name)
         with self._words.errors("remove files of"), suppress(FileNotFoundError):
             if not has_magic(path):

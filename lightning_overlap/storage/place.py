@@ -12,6 +12,7 @@ name, and gets its name with the marker in it: so a listing has no NAME that is 
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ READ_ONLY = ("http://", "https://")
 LEFT_AFTER_S = 3600.0
 """What a killed save has left is removed once nothing of it was written for so long: others may be at work."""
 
+_MOST_LISTINGS = 4
 _UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{32}\.unfinished")
 """The names of files and folders that are not complete, or not removed yet."""
 _IS_OURS = re.compile(rb'"save": *"[0-9a-f]{32}"')  # in a marker
@@ -137,6 +139,12 @@ class Place:
         """Return the place of another name in the same folder."""
         return Place(self.store, name)
 
+    def is_in(self, folder: str) -> bool:
+        """Return whether this name is in a folder, given as a path or address."""
+        if isinstance(self.store, DiskStore):
+            return not is_address(folder) and Path(without_protocol(folder)).absolute() == self.store.folder
+        return folder.rstrip("/") == self.store.address.rstrip("/")
+
     # -- what is there
 
     def manifest(self) -> Manifest | None:
@@ -159,22 +167,29 @@ class Place:
         """Return whether there is a whole folder, or a file."""
         return self.is_folder() or self.is_file()
 
-    def modified(self) -> float:
-        """Return when it was written: seconds by the store's clock."""
-        return self.store.modified(self._marker if self.is_folder() else self.name)
+    def saved_at(self) -> float:
+        """Return when it was saved, in seconds since 1970; of a file, when it was written."""
+        manifest = self.manifest()
+        return self.store.modified(self.name) if manifest is None else manifest.time
 
     def names_beside(self, stem: str, suffix: str) -> list[str]:
         """Return the names in the same folder that begin with `stem` and end with `suffix`, of what exists."""
         names = [name for name in self.store.names() if name.startswith(stem) and name.endswith(suffix)]
         return [name for name in names if self.beside(name).exists()]
 
-    def links_to(self, stems: Iterable[str]) -> list["Place"]:
-        """Return the symbolic links that would dangle without this file, and whose names begin with any of `stems`."""
-        if not self.is_on_disk:
-            return []
-        links = [self.beside(name) for name in self.store.names() if name.startswith(tuple(stems))]
-        links = [link for link in links if self.store.is_link(link.name)]
-        return [link for link in links if link.path.resolve() == self.path.resolve()]
+    def leaning(self, stems: Iterable[str]) -> list["Place"]:
+        """Return the places whose names begin with any of `stems` and that need this one: links to it, or its files."""
+        inside, found = self._saves_inside(), []
+        for other in [self.beside(name) for name in self.store.names() if name.startswith(tuple(stems))]:
+            if self.store.is_link(other.name):
+                leans = other.path.resolve() == self.path.resolve()
+            else:
+                with suppress(DamagedError):
+                    manifest = other.manifest()
+                    leans = manifest is not None and bool(inside & manifest.saves())
+            if other != self and leans:
+                found.append(other)
+        return found
 
     def unfinished(self) -> list[str]:
         """Return the names of what killed saves of this name have left on a disk."""
@@ -192,16 +207,22 @@ class Place:
 
     @property
     def _is_own_folder(self) -> bool:
+        """Whether it is a folder, also beside a file of this name in a store; not a link to one."""
+        if self.store.holds_both:
+            return bool(self._inside())
         return self.holds_files() and not self.store.is_link(self.name)
 
     @property
     def _takes_folder(self) -> bool:
         """Whether a folder of this name can be written into, and need not be made under another name."""
-        return self.store.holds_both or self._is_own_folder
+        return self.store.holds_both or bool(self._inside())
+
+    def _inside(self) -> list[str]:
+        """Return the names in its folder."""
+        return self.store.names(self.name) if self.store.holds_both or self._is_own_folder else []
 
     def _saves_inside(self) -> set[str]:
-        names = self.store.names(self.name) if self._is_own_folder else []
-        return {f"{self.name}/{name}" for name in names if SAVE_NAME.fullmatch(name)}
+        return {f"{self.name}/{name}" for name in self._inside() if SAVE_NAME.fullmatch(name)}
 
     def _before(self) -> _Replaced:
         try:
@@ -213,19 +234,36 @@ class Place:
         return _Replaced(manifest.saves(), {name for name, file in manifest.files.items() if not file.where})
 
     def _unlisted(self, saves: set[str], *, apart_from: str = "") -> set[str]:
-        """Return those saves, "NAME/SAVE", that no marker lists and nobody holds; none if a marker cannot be read.
+        """Return those saves, "NAME/SAVE", that no marker lists and nobody holds.
 
-        The marker of the name `apart_from` does not count.
+        The marker of the name `apart_from` does not count. If a marker cannot be read, only saves of this name may be
+        among them: nobody knows what that lists.
         """
         unused = {save for save in saves if not any((self.store.address, save) in held for held in _held.values())}
-        for name in self.store.names() if unused else ():
-            if name != apart_from:
+        names: list[str] | None = None
+        is_known = True
+        for _ in range(_MOST_LISTINGS if unused else 0):
+            listed = self.store.names()
+            if listed == names:
+                break
+            names, is_known = listed, True  # else somebody has renamed something, which was perhaps not read
+            for name in names:
                 try:
-                    manifest = read_manifest(self.store, name)
+                    manifest = None if name == apart_from else read_manifest(self.store, name)
                 except DamagedError:
-                    return set()  # nobody knows what it lists
-                unused -= set() if manifest is None else manifest.saves()
-        return unused
+                    is_known &= not self.beside(name)._is_ours()
+                except PermissionError:
+                    is_known &= self.is_on_disk  # a folder of somebody else's
+                else:
+                    unused -= set() if manifest is None else manifest.saves()
+        else:
+            is_known = False
+        return unused if is_known else {save for save in unused if save.startswith(f"{self.name}/")}
+
+    def _is_ours(self) -> bool:
+        """Whether the marker, perhaps a damaged one, is of this strategy."""
+        content = self.store.read(self._marker)
+        return _IS_OURS.search(content) is not None or not content.lstrip().startswith(b"{")
 
     # -- writing
 
@@ -234,15 +272,20 @@ class Place:
 
         Also if a file would replace a folder that has other files as well, or whose files others list.
         """
-        if not self._is_own_folder:
+        if not (names := self._inside()):
             return
-        names, others = self.store.names(self.name), self._others()
+        others = self._others(names)
         # A killed save leaves such folders alone in a store only: on a disk they may be those of somebody's runs.
         has_leftovers = self.store.holds_both or any(_UNFINISHED.fullmatch(name) for name in names)
-        if MARKER not in names and not others and (has_leftovers or not names):
+        if MARKER not in names and not others and has_leftovers:
             return
-        is_ours = MARKER in names and (not others or bool(_IS_OURS.search(self.store.read(self._marker))))
-        if is_ours and not (by_file and self._is_needed()):
+        is_ours = MARKER in names and self._is_ours()
+        if is_ours and by_file and not others and self._is_needed():
+            raise FileExistsError(
+                f"{self} is a checkpoint folder whose files another checkpoint lists ('last' with save_last='link'): a "
+                "file cannot take its place. Save under another name."
+            )
+        if is_ours and not (by_file and others):
             return
         has = some(others or names)
         raise FileExistsError(
@@ -250,101 +293,96 @@ class Place:
             "another name, or move the folder away."
         )
 
-    def _others(self) -> list[str]:
-        """Return the names in its folder that no save has given."""
-        names = set(self.store.names(self.name)) - {MARKER} - self._before().files
-        return sorted(name for name in names if not (_UNFINISHED.fullmatch(name) or SAVE_NAME.fullmatch(name)))
+    def _others(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names in its folder that no save has given."""
+        others = [name for name in names if not (_UNFINISHED.fullmatch(name) or SAVE_NAME.fullmatch(name))]
+        former = self._before().files if set(others) - {MARKER} else set()
+        return sorted(set(others) - {MARKER} - former)
 
     def _is_needed(self) -> bool:
         """Whether files of others are in its folder, or others list its files."""
         inside = self._saves_inside()
-        return bool(self._others()) or self._unlisted(inside, apart_from=self.name) != inside
+        return bool(self._others(self._inside())) or self._unlisted(inside, apart_from=self.name) != inside
 
     def begin(self, save: str, *, shares: bool) -> tuple[str, str]:
         """Return the store's folders for a save's own files, and for those that others may list (with `shares`).
 
-        A FileExistsError if the name is a folder of somebody else's.
+        Removes what killed saves of this name have left. A FileExistsError if it is a folder of somebody else's.
         """
         self.check_replaceable()
-        self._remove(self.unfinished())
         own, shared = f"{self._above(save)}/{save}", f"{SHARED}/{save}"
-        for folder in (own, shared) if shares else (own,):
-            self.store.make_folder(folder)
+        with _one_change, self.store.keeping_time(self.name):
+            left = self.unfinished()
+            inside = self._saves_inside() - self._before().saves
+            ids = [name.split(".")[-2] for name in left] + [name.rpartition("/")[2] for name in inside]
+            or_warn(partial(self._remove, left))
+            or_warn(partial(self.remove_unlisted, inside | {f"{SHARED}/{one}" for one in ids}))
+            for folder in (shared, own) if shares else (own,):
+                self.store.make_folder(folder)
         return own, shared
 
-    def commit(self, manifest: Manifest, folder: str, also: Iterable["Place"] = ()) -> None:
-        """Write the marker, and let the names `also` list the same files; then remove what it replaces.
+    def commit(self, manifest: Manifest, folder: str) -> None:
+        """Write the marker, and then remove what it replaces; a warning if that is not possible.
 
-        `folder` is that of the save's own files. A warning if old files cannot be removed.
+        `folder` is that of the save's own files.
         """
         above = folder.rpartition("/")[0]
-        for one in {folder, above, *(save for save in manifest.saves() if save.startswith(f"{SHARED}/"))}:
+        of_shared = (f"{SHARED}/{manifest.save}", SHARED) if manifest.shared().files else ()
+        for one in (folder, above, *of_shared, ""):
             self.store.sync(one)
         with _one_change:
-            change = self._prepared(manifest, above)
-            changes: list[Callable[[], None]] = []
-            for other in also:  # so that they change soon after this one
-                or_warn(lambda: changes.append(other._prepared(manifest.seen_from(other.name))))  # noqa: B023
-            change()
-            for change in changes:
-                or_warn(change)
+            self._mark(manifest, above)
 
     def lead(self, to: "Place") -> None:
         """Let this name be another one of the same folder, too: list its files, or be a link to its file."""
         with _one_change:
             before, manifest = self._before(), to.manifest()
             if manifest is not None:
-                self._prepared(manifest.seen_from(self.name))()
+                above = self._above(manifest.save)
+                self.store.make_folder(above)
+                self._mark(manifest.seen_from(self.name), above)
                 return
             if not isinstance(self.store, DiskStore) or not to.is_file():
                 raise FileNotFoundError(f"{to} is no whole checkpoint")
             self.check_replaceable(by_file=True)
             self.store.link(self.name, to.name)
-            or_warn(partial(self._remove_replaced, before))
+            or_warn(partial(self._remove_replaced, before, set()))
 
-    def _prepared(self, manifest: Manifest, above: str = "") -> Callable[[], None]:
-        """Return the function that writes the marker, when all that can be done before is done.
-
-        `above` is the folder with the save's folder, if that is not in another name's.
-        """
+    def _mark(self, manifest: Manifest, above: str) -> None:
+        """Write the marker; `above` is this folder, or the one that is to get this name."""
         store, before = self.store, self._before()
         self.check_replaceable()
-        if not above:
-            above = self._above(manifest.save)
-            store.make_folder(above)
-        keep = store.prepared(f"{above}/{MARKER}", [manifest.encode()])
+        store.put(f"{above}/{MARKER}", [manifest.encode()])
         if above != self.name:
-            keep()
-
-        def finish() -> None:
-            if above == self.name:
-                keep()
-            else:
-                assert isinstance(store, DiskStore)
-                store.sync(above)
-                self.check_replaceable()
-                store.publish(above, self.name)
-            if store.holds_both and self.is_file():  # a full file of this name
-                or_warn(partial(store.remove, [self.name]))
-            store.tell_of_changes()
-            or_warn(partial(self._remove_replaced, before))
-
-        return finish
+            assert isinstance(store, DiskStore)
+            store.sync(above)
+            self.check_replaceable()
+            store.publish(above, self.name)
+        if store.holds_both and self.is_file():  # a full file of this name
+            or_warn(partial(store.remove, [self.name]))
+        store.tell_of_changes()
+        or_warn(partial(self._remove_replaced, before, manifest.saves()))
 
     @contextmanager
-    def one_file(self) -> Iterator[IO[bytes]]:
-        """Open a local file to write, which gets this name at the end of the context.
+    def one_file(self, also: Iterable["Place"] = ()) -> Iterator[IO[bytes]]:
+        """Open a local file to write, which gets this name at the end of the context, and the names of checkpoints.
 
-        A FileExistsError as `check_replaceable` raises.
+        `also` are the latter; they need hard links, or stay as they are. Raises as `check_replaceable` does.
         """
         self.check_replaceable(by_file=True)
         self._remove(self.unfinished())
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        before = self._before()
-        with whole_file(self.path) as file:
+        twins: list[Place] = []
+        for other in also:
+            with suppress(OSError):
+                other.check_replaceable(by_file=True)
+                twins += [other] if other.exists() else []
+        before = {place: place._before() for place in (self, *twins)}
+        with whole_file(self.path, [twin.path for twin in twins]) as file:
             yield file
         with _one_change:
-            or_warn(partial(self._remove_replaced, before))
+            for place, replaced in before.items():
+                or_warn(partial(place._remove_replaced, replaced, set()))
 
     def _above(self, save: str) -> str:
         """Return the folder of a save's folder and its marker: this one, or one that gets its name when it is whole."""
@@ -376,7 +414,7 @@ class Place:
                     self.store.put(f"{self.name}/.removed.{'0' * 32}.unfinished", [b""])
                 self.store.remove([self._marker])
                 self.store.tell_of_changes()
-            self._remove_replaced(before)
+            self._remove_replaced(before, set())
             self._remove_if_empty()
 
     def drop(self, folders: Iterable[str]) -> None:
@@ -385,14 +423,18 @@ class Place:
             self.store.remove_folder(folder)
             self.store.remove_empty_folder(folder.rpartition("/")[0])
 
+    def remove_unlisted(self, saves: Iterable[str]) -> None:
+        """Remove those of these saves, "NAME/SAVE", that no marker lists and nobody holds."""
+        with _one_change:
+            self._remove(self._unlisted({*saves}))
+
     def sweep(self) -> None:
         """Remove what killed saves left beside this name, and shared files that no marker lists, if they are old."""
         shared = {f"{SHARED}/{save}" for save in self.store.names(SHARED) if SAVE_NAME.fullmatch(save)}
         left = [name for name in self.store.names() if _UNFINISHED.fullmatch(name)]
         with _one_change:
-            now = self.modified()
             for name in [*left, *sorted(self._unlisted(shared))]:
-                if now - max(self._changes_in(name), default=0.0) > LEFT_AFTER_S:
+                if time.time() - max(self._changes_in(name), default=0.0) > LEFT_AFTER_S:
                     self._remove([name])
 
     def _changes_in(self, name: str) -> Iterator[float]:
@@ -400,7 +442,7 @@ class Place:
             for inside in self.store.names(name):
                 yield from self._changes_in(f"{name}/{inside}")
         with suppress(OSError):  # a store has no times of folders
-            yield self.store.modified(name)
+            yield self.store.changed(name)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -409,12 +451,12 @@ class Place:
             else:
                 self.store.remove([name])
 
-    def _remove_replaced(self, before: _Replaced) -> None:
-        """Remove what this name had, and saves in its folder, as far as no marker lists it."""
-        for save in sorted(self._unlisted(before.saves | self._saves_inside())):
+    def _remove_replaced(self, before: _Replaced, kept: set[str]) -> None:
+        """Remove what this name had, and saves in its folder, as far as no marker lists it: this one lists `kept`."""
+        for save in sorted(self._unlisted((before.saves | self._saves_inside()) - kept)):
             self.store.remove_folder(save)
             self.beside(save.rpartition("/")[0])._remove_if_empty()
-        names = self.store.names(self.name) if self._is_own_folder else []
+        names = self._inside()
         left = [name for name in names if name in before.files or (MARKER in names and _UNFINISHED.fullmatch(name))]
         self.store.remove(f"{self.name}/{name}" for name in left)
 
@@ -433,11 +475,13 @@ class Held:
         self._saves: set[tuple[str, str]] = set()
         _held[id(self)] = self._saves
 
-    def hold(self, manifest: Manifest | None) -> None:
-        """Hold what a manifest lists, and nothing else."""
-        saves = set() if manifest is None else {(manifest.store.address, save) for save in manifest.saves()}
+    def hold(self, manifest: Manifest | None) -> list[str]:
+        """Hold what a manifest lists, and nothing else; return what is not held any more."""
+        now = set() if manifest is None else {(manifest.store.address, save) for save in manifest.saves()}
+        before = self._saves - now
         self._saves.clear()
-        self._saves |= saves
+        self._saves |= now
+        return sorted(save for _, save in before)
 
     def release(self) -> None:
         """Hold nothing any more."""

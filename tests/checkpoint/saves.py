@@ -222,13 +222,15 @@ class Saved(NamedTuple):
     num_bytes: int  # of its files of rows; of a whole one, of all
 
 
-def save_each_step(folder: str, *, asynchronous: bool, most: float, others: bool = False) -> list[Saved]:
+def save_each_step(
+    folder: str, *, asynchronous: bool, most: float, others: bool = False, name: str = ""
+) -> list[Saved]:
     """Save an incremental checkpoint after each step; perhaps save the weights alone, too."""
     found: list[Saved] = []
 
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            path = Path(folder) / f"{trainer.global_step}.ckpt"
+            path = Path(folder) / (name or f"{trainer.global_step}.ckpt")
             trainer.save_checkpoint(path)
             if others:
                 trainer.save_checkpoint(beside := path.with_name("weights.ckpt"), weights_only=True)

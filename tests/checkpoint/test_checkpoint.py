@@ -17,7 +17,7 @@ from lightning_overlap.storage import SHARED
 from ..support.cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, Model, TableSpec
 from ..support.pairs import in_turn
 from ..support.ranks import RankError, Ranks
-from ..support.saved import files_of, is_increment, saves_of_rows
+from ..support.saved import files_of, is_increment, manifest_of, saves_of_rows
 from . import checkpoints, saves
 from .checkpoints import EPOCH, DenseAdam, Keyed, Scheduled, Trained, train, whole
 
@@ -60,6 +60,13 @@ def test_a_checkpoint_is_whole_once_rows_are_many(
     assert [one.saves_of_rows for one in first] == rows
     assert all(one.is_exact for one in [*first, *second])
     assert sorted(path.name for path in tmp_path.iterdir()) == [*(f"{step}.ckpt" for step in range(1, 6)), SHARED]
+
+
+def test_increments_of_one_name_keep_nothing_that_no_checkpoint_lists(two_ranks: Ranks, tmp_path: Path) -> None:
+    save = partial(saves.save_each_step, asynchronous=False, most=0, name="a.ckpt")
+    two_ranks.run(save, str(tmp_path))
+    listed = {save for save in manifest_of(tmp_path / "a.ckpt").saves() if save.startswith(SHARED)}
+    assert {f"{SHARED}/{path.name}" for path in (tmp_path / SHARED).iterdir()} == listed
 
 
 def test_how_many_rows_are_many(two_ranks: Ranks, tmp_path: Path) -> None:

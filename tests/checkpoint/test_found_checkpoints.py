@@ -13,6 +13,8 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_overlap.storage import place_at
+
 from ..laws.preempted import slurm
 from ..support.cases import TABLE_WISE, Batches, Model
 from ..support.fits import make_strategy, make_trainer
@@ -154,3 +156,16 @@ def test_a_last_checkpoint_that_leads_nowhere(two_ranks: Ranks, folders: list[st
         assert "last.ckpt leads to step=9.ckpt, which is gone. Pass ckpt_path=" in said
         assert "step=3.ckpt" in said
         assert seconds < SOON_S
+
+
+def test_a_last_checkpoint_whose_files_are_gone(two_ranks: Ranks, folders: list[str]) -> None:
+    """With save_last="link" it lists the files of another one, which somebody has renamed."""
+    shared = [folders[0]] * 2
+    two_ranks.run(save_last, shared)
+    last = place_at(Path(folders[0]) / "last.ckpt")
+    last.path.rename(last.path.with_name("step=3.ckpt"))
+    last.lead(last.beside("step=3.ckpt"))
+    last.path.with_name("step=3.ckpt").rename(last.path.with_name("kept.ckpt"))
+    for said, _ in two_ranks.run(load, shared, ["last"] * 2):
+        assert "last.ckpt leads to step=3.ckpt, which is gone. Pass ckpt_path=" in said
+        assert "kept.ckpt" in said

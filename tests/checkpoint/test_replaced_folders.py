@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.storage import Manifest, Place, SavedFile, checksum_of, disk_store, place_at
+from lightning_overlap.storage import (
+    DiskStore,
+    Manifest,
+    ObjectStore,
+    Place,
+    SavedFile,
+    checksum_of,
+    disk_store,
+    place_at,
+)
 from lightning_overlap.storage import place as places
 
 from ..support.disk_changes import before_each_change
@@ -136,6 +145,92 @@ def test_an_interrupted_removal_leaves_a_name_that_can_be_used(tmp_path: Path, n
     save_at(place)
     place.discard()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_what_killed_saves_of_a_name_have_left_is_removed_by_the_next_save(new_folder: Any) -> None:
+    address = new_folder()
+    place = place_at(f"{address}/last.ckpt")
+    for saves_before in range(2):
+        for _ in range(3):
+            for folder in place.begin(uuid.uuid4().hex, shares=True):
+                place.store.put(f"{folder}/rows", [b"rows"])
+        left = [name for name in files_in(address) if name.endswith("/rows")]
+        assert len(left) == 2, saves_before  # of the one that was killed last, and may not be dead
+        save_at(place)
+        assert not [name for name in files_in(address) if name.endswith("/rows")]
+
+
+def test_a_neighbour_that_cannot_be_read_keeps_no_old_saves(new_folder: Any, tmp_path: Path) -> None:
+    """A damaged checkpoint, another program's folder, and on a disk a folder of another user's."""
+    address = new_folder()
+    damaged, place = place_at(f"{address}/a.ckpt"), place_at(f"{address}/last.ckpt")
+    save_at(damaged)
+    content = damaged.store.read("a.ckpt/checksums.json")
+    damaged.store.put("a.ckpt/checksums.json", [content[:-20]])
+    place.store.put("other/checksums.json", [b'{"notes.txt": "1234"}'])
+    with pytest.MonkeyPatch.context() as patch:
+        if place.is_on_disk:
+            read = DiskStore.read
+            patch.setattr(DiskStore, "read", lambda store, name: _refused(name) or read(store, name))
+            (tmp_path / address.rpartition("/")[2] / "private").mkdir()
+        for _ in range(4):
+            save_at(place)
+        of_last = [name for name in files_in(address) if name.startswith("last.ckpt/")]
+        assert len(of_last) == 2
+        place.discard()
+    assert not [name for name in files_in(address) if name.startswith("last.ckpt/")]
+    assert len([name for name in files_in(address) if name.startswith("a.ckpt/")]) == 2
+
+
+def _refused(name: str) -> None:
+    if name.startswith("private/"):
+        raise PermissionError(name)
+
+
+def test_a_name_that_is_a_file_and_a_folder_of_a_store_is_removed_whole() -> None:
+    place = place_at(f"memory://{uuid.uuid4().hex}/a.ckpt")
+    save_at(place)
+    with pytest.MonkeyPatch.context() as patch:  # as S3 says it
+        patch.setattr(ObjectStore, "kind", lambda store, name: "file")
+        place.discard()
+    assert files_in(str(place)) == {}
+
+
+@pytest.mark.parametrize("name", ["", "/"])
+def test_the_folder_of_a_store_is_not_removed(new_folder: Any, name: str) -> None:
+    place = place_at(new_folder())
+    save_at(place)
+    with pytest.raises(ValueError, match="is not removed"):
+        place.store.remove_folder(name)
+    assert place.is_folder()
+
+
+def test_a_checkpoint_that_is_renamed_while_markers_are_read_keeps_its_files(tmp_path: Path) -> None:
+    one, other = place_at(tmp_path / "k.ckpt"), place_at(tmp_path / "a.ckpt")
+    shared = f"shared_files/{uuid.uuid4().hex}"
+    for place in (one, other):
+        save_at(place)
+    one.store.put(f"{shared}/rows", [b"rows"])
+    manifest = one.manifest()
+    assert manifest is not None
+    files = {**manifest.files, "rows": SavedFile(4, checksum_of(b"rows"), f"../{shared}")}
+    one.store.put("k.ckpt/checksums.json", [manifest._replace(files=files).encode()])
+    with pytest.MonkeyPatch.context() as patch:
+        names, read = DiskStore.names, DiskStore.read
+
+        def read_late(store: DiskStore, name: str) -> bytes:
+            if name.startswith("a.ckpt") and one.path.exists():
+                one.path.rename(tmp_path / "Kept.ckpt")
+            return read(store, name)
+
+        patch.setattr(DiskStore, "read", read_late)
+        patch.setattr(DiskStore, "names", lambda store, folder="": names(store, folder))
+        other.remove_unlisted([shared])
+    assert (tmp_path / shared / "rows").exists()
+    other.remove_unlisted([shared])
+    assert (tmp_path / shared / "rows").exists()
+    place_at(tmp_path / "Kept.ckpt").discard()
+    assert not (tmp_path / shared).exists()
 
 
 def test_what_killed_saves_leave_is_swept_once_it_is_old(new_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
