@@ -2,7 +2,6 @@
 
 from .dense_state import by_name
 from .full_file import (
-    can_resume,
     check_file,
     gather,
     gather_checkpoint,

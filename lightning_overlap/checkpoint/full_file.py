@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.types import ShardedTensor
 
 from ..distributed import Group, gather_objects, together, warn_on_rank_zero
-from ..storage import DamagedError, Place, SealedFile, put_file, read_seal
+from ..storage import About, DamagedError, Place, SealedFile, put_file, read_seal
 from ..tables import hands_out_rows, rate_setter, sharded_modules
 from ..text import some, without_secrets
 from .dense_state import State, empty_table_states, load_by_name, put_table_states
@@ -100,28 +100,17 @@ def gather(pieces: Mapping[str, Any], group: Group) -> Iterator[tuple[str, Tenso
             yield key, whole
 
 
-def write_file(content: dict[str, Any] | None, place: Place, group: Group, *, also: Sequence[Place] = ()) -> None:
-    """Write a result of `gather_checkpoint` as one local file; it gets the names `also`, too, if there are hard links.
-
-    Every rank raises an OSError if it failed.
-    """
+def write_file(content: dict[str, Any] | None, place: Place, group: Group, about: About | None = None) -> None:
+    """Write a result of `gather_checkpoint` as one local file; every rank raises an OSError if it failed."""
 
     def write() -> None:
-        with place.one_file(also) as file:
+        with place.one_file() as file:
             sealed = SealedFile(file)
             torch.save(content, cast(IO[bytes], sealed))
-            sealed.seal()
+            sealed.seal(about)
 
     with writing(place):
         on_rank_zero(write, group)
-
-
-def can_resume(place: Place) -> bool:
-    """Return whether a training can go on from a full file: not from weights alone. False for one in a store."""
-    if not place.is_on_disk or not place.is_file() or not zipfile.is_zipfile(place.path):
-        return False
-    with zipfile.ZipFile(place.path) as archive:
-        return any(b"optimizer_states" in archive.read(one) for one in archive.namelist() if one.endswith("/data.pkl"))
 
 
 def upload_file(content: dict[str, Any] | None, address: str, group: Group) -> None:

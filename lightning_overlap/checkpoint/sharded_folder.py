@@ -3,8 +3,6 @@
 import io
 import os
 import pickle
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +27,7 @@ from ..distributed import Group, gather_objects, gather_on_rank_zero, together
 from ..row_log import arrow
 from ..storage import (
     MARKER,
+    About,
     DamagedError,
     Manifest,
     Place,
@@ -38,6 +37,7 @@ from ..storage import (
     damaged_part,
     hidden_os_error,
     is_unfinished,
+    new_save,
     or_warn,
     place_at,
     read_seal,
@@ -170,22 +170,21 @@ class FolderSaver:
         model: nn.Module,
         *,
         asynchronous: bool,
-        stands_for: Sequence[str],
+        about: About,
         increments: Increments | None = None,
         follows: bool = False,
         generators: Generators | None = None,
     ) -> None:
         """Write Lightning's checkpoint and the model's shards into a folder; every rank calls this.
 
-        `stands_for` are beginnings of names in whose place it is until they are saved. Moves sharded state out of
-        `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks allows, rows that did not
-        change are not written. Raises as `wait` does, also for an earlier save.
+        Moves sharded state out of `checkpoint`. With `increments` and `follows`, which only `can_follow` of all ranks
+        allows, rows that did not change are not written. Raises as `wait` does, also for an earlier save.
         """
         self.wait()
         fused = increments.fused if increments and follows else None
         state = take_state(checkpoint, model, self._group, fused, generators)
         increment = increments.take(state) if increments and follows else None
-        name, snapshot, rest = uuid.uuid4().hex, Snapshot(), None
+        name, snapshot, rest = new_save(), Snapshot(), None
         if is_rank_zero(self._group):
             whole = {**checkpoint, _SAVE: name}
             content = whole if increment is None else {**whole, _BASE: increment.base_save}
@@ -201,7 +200,7 @@ class FolderSaver:
             increments.start(increment)
         sweeps = place.store.address not in self._swept
         self._swept.add(place.store.address)
-        write_as = partial(_write, place, tuple(stands_for), self._group, name, sweeps=sweeps, snapshot=snapshot)
+        write_as = partial(_write, place, about, self._group, name, sweeps=sweeps, snapshot=snapshot)
         write = partial(write_as, rest, increments, increment, state)
         if not asynchronous:
             if increments is not None:
@@ -270,7 +269,7 @@ def _in_words(err: BaseException) -> str:
 
 def _write(
     place: Place,
-    stands_for: tuple[str, ...],
+    about: About,
     group: Group,
     name: str,
     rest: Callable[[], memoryview] | None,
@@ -306,29 +305,33 @@ def _write(
         files |= {key: SavedFile(len(content), checksum_of(content), name) for key, content in last.items()}
         for key, content in last.items():
             place.store.put(f"{folders[0]}/{key}", [content])
-        manifest = Manifest(place.store, place.name, name, files, base, time.time(), stands_for)
-        if increments is not None and increment is not None and (gone := manifest.lacks()):
-            is_gone = True
-            increments.lose(gone[0], f"{place} was not saved with it, and the next checkpoint is whole")
-            return
+        manifest = Manifest(place.store, place.name, name, files, base, about)
         if shares:
             place.store.remove_empty_folder(folders[1])  # if no row has changed
         commits = True
-        place.commit(manifest, folders[0])
-        if increments is not None:
+        gone = place.commit(manifest, folders[0])
+        if increments is None:
+            return
+        if gone:
+            is_gone, commits = True, False
+            increments.lose(gone[0], f"{place} was not saved with it, and the next checkpoint is whole")
+        else:
             increments.saved(manifest, place, increment)
 
-    if increment is not None:
-        # Until the next backward the training thread would often wait for the interpreter that this one has.
-        increment.wait()
+    def wait() -> None:
+        if increment is not None:
+            # Until the next backward the training thread would often wait for the interpreter that this one has.
+            increment.wait()
+        snapshot.wait()
+
     with writing(place), ExitStack() as undo:
         if is_rank_zero(group):
             undo.callback(lambda: None if commits else or_warn(partial(place.drop, filter(None, folders))))
+        together(wait, group)
         on_rank_zero(begin, group)
         [(name, folders), *_] = gather_objects((name, folders), group)  # rank 0's
         own = SavedFiles(place.store, folders[0], name)
         shared = SavedFiles(place.store, folders[1], f"../{folders[1]}")
-        snapshot.wait()
         whole = shares and increment is None
         save(
             state,

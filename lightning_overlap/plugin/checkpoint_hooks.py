@@ -1,6 +1,7 @@
 """The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
 
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -30,7 +31,7 @@ from ..checkpoint import (
 )
 from ..compat.lightning import AFTER_SAVE, uploads_checkpoints
 from ..distributed import gather_on_rank_zero, vote_together
-from ..storage import Place, can_hold_folders, is_address, or_warn, place_at
+from ..storage import About, DamagedError, Place, can_hold_folders, is_address, or_warn, place_at
 from ..tables import hands_out_rows, has_tables, processor_buffers, rate_setter
 from ..text import some, without_secrets
 from . import checkpoint_links, first_words, found_checkpoints, mid_step
@@ -54,7 +55,8 @@ class SavesShards(HasRun):
     checkpoint_format: str | None
     async_checkpoint: bool
     most_increments: float
-    _newest: Place | None = None  # the newest checkpoint
+    _newest: Place | None = None  # the newest checkpoint from which a training can go on
+    _newest_time = 0.0  # of the newest checkpoint that was saved or loaded
     _generators: Generators | None = None  # of a checkpoint that was loaded for a fit that has not begun
     _is_in_thread = False  # whether the newest save is made in a thread; the same on all ranks
     _told_of_folders = False
@@ -212,6 +214,13 @@ class SavesShards(HasRun):
             checkpoint[ASSIGNING_RANKS] = self.world_size
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
+        # What is saved after an error may be half of a step: "last" does not find it.
+        stands_for: tuple[str, ...] = ()
+        if resumable and place is not None and not self._interrupted:
+            stands_for = checkpoint_links.stands_for(self.running_trainer, place)
+        # Clocks of hosts differ, and the newest of a run has to be known.
+        self._newest_time = max(time.time(), self._newest_time + 1e-3)
+        about = About(self._newest_time, stands_for, resumable)
         generators = self._generators_of_place()
         if saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group, generators)
@@ -224,8 +233,7 @@ class SavesShards(HasRun):
                     checkpoints.discard_folder(filepath, storage_options)  # of the same name, which loads would prefer
                 return
             assert place is not None
-            also = checkpoint_links.last_ones(self.running_trainer, place) if resumable else []
-            checkpoints.write_file(content, place, self.checkpoint_group, also=also)
+            checkpoints.write_file(content, place, self.checkpoint_group, about)
         else:
             assert place is not None
             self._tell_of_folders(place)
@@ -234,12 +242,12 @@ class SavesShards(HasRun):
                 place,
                 module,
                 asynchronous=self._is_in_thread,
-                stands_for=checkpoint_links.stems_of(self.running_trainer, place) if resumable else (),
+                about=about,
                 increments=increments,
                 follows=all_follow,
                 generators=generators,
             )
-        if not serves:
+        if resumable:
             self._newest = place  # complete before `on_commit` calls anything
 
     def _tell_of_folders(self, place: Place) -> None:
@@ -288,10 +296,9 @@ class SavesShards(HasRun):
         if not _is_plain_file(filepath, None, self.checkpoint_io) and not in_store:
             self._folder_saver.on_commit(remove_own)
         elif self.is_global_zero:
-            last = checkpoint_links.keeping_last(self.running_trainer)
-            stems = {callback.CHECKPOINT_NAME_LAST for callback in last}
+            last = list(checkpoint_links.keeping_last(self.running_trainer))
             place = place_at(filepath)
-            remove = partial(_remove, place, self._newest, stems)
+            remove = partial(_remove, place, self._newest, last)
             # An earlier fit may have written a folder there, and other checkpoints may list its files.
             may_be_file = in_store and self._format_of_saves == FULL
             self._on_commit(lambda: remove_own() if may_be_file and not place.is_folder() else remove())
@@ -322,6 +329,8 @@ class SavesShards(HasRun):
                     err.add_note(f"{loader} could not load {shown}. Pass the path of a whole checkpoint.")
                     raise
             place = checkpoints.resolve_path(place_at(checkpoint_path))
+            with suppress(DamagedError):  # a load says so
+                self._newest_time = max(self._newest_time, place.about().time)
             return place, place.is_folder()
 
         def read_file() -> tuple[Any, bool]:
@@ -412,10 +421,10 @@ def _fit_loop(checkpoint: dict[str, Any]) -> Any:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-def _remove(place: Place, newest: Place | None, stems: set[str]) -> None:
-    """Remove a checkpoint; those that lead to it and whose names begin with one of `stems` then lead to the newest."""
-    if newest is not None and newest != place:
-        for leaning in place.leaning(stems) if stems else ():
+def _remove(place: Place, newest: Place | None, last: Sequence[ModelCheckpoint]) -> None:
+    """Remove a checkpoint; last checkpoints that need it then lead to the newest one beside it."""
+    if newest is not None and newest != place and place.beside(newest.name) == newest and newest.exists():
+        for leaning in place.leaning(partial(checkpoint_links.is_last, last)) if last else ():
             leaning.lead(newest)
     place.discard()
 

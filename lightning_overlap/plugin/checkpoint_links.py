@@ -1,7 +1,8 @@
 """`ModelCheckpoint(save_last=...)`: `ckpt_path="last"` finds the newest complete checkpoint at any time."""
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ..compat.lightning import replace_link
-from ..storage import Place, is_address, or_warn, place_at
+from ..storage import Place, or_warn, place_at
 
 OnCommit = Callable[[Callable[[], None]], None]  # calls a function when the save under way, if any, has succeeded
 
@@ -23,22 +24,23 @@ def install(trainer: Trainer, undo: ExitStack, on_commit: OnCommit) -> None:
             replace_link(callback, partial(_link, on_commit), undo)
 
 
-def stems_of(trainer: Trainer | None, place: Place) -> list[str]:
-    """Return how the names of last checkpoints begin that are to be saved after the one at this place.
+def stands_for(trainer: Trainer | None, place: Place) -> tuple[str, ...]:
+    """Return the patterns of last checkpoints' names that are to be saved after the one at this place.
 
     With save_last=True Lightning saves a checkpoint under its own name, then again as the last one. Until that is
     complete, the first is the last one.
     """
-    callbacks = _savers_beside(trainer, place)
-    stems = sorted({callback.CHECKPOINT_NAME_LAST.partition("{")[0] for callback in callbacks})
-    return [stem for stem in stems if not place.name.startswith(stem)]
+    callbacks = [callback for callback in _savers_beside(trainer, place) if not is_last([callback], place.name)]
+    return tuple(sorted({callback.CHECKPOINT_NAME_LAST for callback in callbacks}))
 
 
-def last_ones(trainer: Trainer | None, place: Place) -> list[Place]:
-    """Return the full files of last checkpoints that will be replaced after the one at this place."""
-    paths = [callback.last_model_path for callback in _savers_beside(trainer, place)]
-    last = [place_at(path) for path in paths if path and not is_address(path)]
-    return [one for one in last if one != place and one == place.beside(one.name)]
+def is_last(callbacks: Iterable[ModelCheckpoint], name: str) -> bool:
+    """Return whether any of the callbacks may give this name, as "last.ckpt", to its last checkpoint."""
+    for callback in callbacks:
+        parts = re.split(r"\{.*?\}", callback.CHECKPOINT_NAME_LAST)
+        if re.match(".*".join(map(re.escape, parts)), name) and name.endswith(callback.FILE_EXTENSION):
+            return True
+    return False
 
 
 def _savers_beside(trainer: Trainer | None, place: Place) -> list[ModelCheckpoint]:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from ..checkpoint import can_resume
 from ..compat.lightning import checkpoint_folder, last_checkpoints, wrap_checkpoint_search
-from ..storage import SHARED, DamagedError, Manifest, Place, is_address, place_at
+from ..storage import SHARED, About, DamagedError, Manifest, is_address, place_at
+from .checkpoint_links import is_last
 
 Saver = TypeVar("Saver")
 
@@ -58,10 +58,8 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
     if ckpt_path == "last":
         _refuse_broken(trainer)
     found = list(_last(trainer))
-    if not found and ckpt_path == "last":
-        found = list(_newest(trainer))  # a crash before the first last one was complete has left it
-        if found:
-            rank_zero_warn(f'{fn.value}(ckpt_path="last"): there is no last checkpoint, but a newest one.')
+    if fn == TrainerFn.FITTING:  # a checkpoint of weights alone may have the name, too
+        found = [one for one in found if one.resumes] or found
     if not found and not any(is_address(folder) for folder in _folders(trainer)):
         return own(fn, ckpt_path, **kwargs)
     if not found:
@@ -70,7 +68,10 @@ def _search(trainer: Trainer, own: Callable[..., Any], fn: TrainerFn, ckpt_path:
             "loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."  # in Lightning's words
         )
         return None
-    return max(found)[-1]
+    last = max(found, key=lambda one: (one.time, one.has_name, one.path))
+    if not last.has_name:
+        rank_zero_warn(f'ckpt_path="last": {last.path} was saved after the last checkpoint, and is loaded.')
+    return last.path
 
 
 def _refuse_broken(trainer: Trainer) -> None:
@@ -81,18 +82,18 @@ def _refuse_broken(trainer: Trainer) -> None:
         paths = [f"{folder}/{name}" for name in names if name.endswith(callback.FILE_EXTENSION)]
         for path in paths:
             place, manifest = place_at(path), None
-            if place.name.startswith(callback.CHECKPOINT_NAME_LAST):
+            if is_last([callback], place.name):
                 manifest = _manifest_at(path)
                 gone = _leans_on(manifest) if manifest is not None else ""
                 if place.store.is_link(place.name) and not place.exists():
                     gone = os.readlink(path)
                 if gone:
                     others = [one for one in map(place_at, paths) if one != place and one.exists()]
-                    newest = max(others, key=Place.saved_at, default=None)
+                    newest = max(others, key=lambda one: one.about().time, default=None)
                     advice = f'Pass ckpt_path="{newest}", the newest checkpoint there. ' if newest else ""
                     raise FileNotFoundError(
-                        f'ckpt_path="last": {path} leads to {gone}, which is gone. {advice}To begin anew, remove '
-                        f"{place.name}."
+                        f'ckpt_path="last": {path} leads to {gone}, which is gone. {advice}To begin anew, leave '
+                        "ckpt_path out."
                     )
 
 
@@ -106,24 +107,36 @@ def _folders(trainer: Trainer) -> list[str]:
     return [*folders, *(str(one.dirpath) for one in _savers(trainer, OnExceptionCheckpoint))]
 
 
-def _last(trainer: Trainer) -> Iterator[tuple[float, bool, str]]:
-    """Yield (time in seconds, whether its name is that of a last one, path) of each whole last checkpoint."""
-    paths = {str(one.ckpt_path) for one in _savers(trainer, OnExceptionCheckpoint)}
+class _Found(NamedTuple):
+    """A checkpoint that may be the last one."""
+
+    time: float
+    has_name: bool  # whether it has the name of a last one, and not only stands for it
+    path: str
+    resumes: bool
+
+
+def _last(trainer: Trainer) -> Iterator[_Found]:
+    """Yield each whole last checkpoint, and each that was saved in its place."""
+    paths = {str(one.ckpt_path): True for one in _savers(trainer, OnExceptionCheckpoint)}
     for callback in _savers(trainer, ModelCheckpoint):
-        folder, stem = checkpoint_folder(callback, trainer), callback.CHECKPOINT_NAME_LAST
+        folder = checkpoint_folder(callback, trainer)
         if not is_address(folder):
-            paths |= set(map(str, last_checkpoints(callback, trainer)))
+            paths |= dict.fromkeys(map(str, last_checkpoints(callback, trainer)), True)
         for path in _names_in(folder, "", callback.FILE_EXTENSION):
-            name = path.rpartition("/")[2]
-            manifest = None if name.startswith(stem) else _manifest_at(path)
-            if manifest is not None and stem.partition("{")[0] in manifest.stands_for:
-                yield manifest.time, False, path
-            elif name.startswith(stem):
-                paths.add(path)
-    for path in paths:
-        place, manifest = place_at(path), _manifest_at(path)
-        if place.exists():
-            yield place.saved_at() if manifest is None else manifest.time, True, path
+            has_name = is_last([callback], path.rpartition("/")[2])
+            if has_name or callback.CHECKPOINT_NAME_LAST in _about(path).stands_for:
+                paths.setdefault(path, has_name)
+    for path, has_name in paths.items():
+        if place_at(path).exists():
+            about = _about(path)
+            yield _Found(about.time, has_name, path, about.resumes)
+
+
+def _about(path: str) -> About:
+    with suppress(DamagedError):  # a load says so
+        return place_at(path).about()
+    return About()
 
 
 def _manifest_at(path: str) -> Manifest | None:
@@ -136,14 +149,6 @@ def _leans_on(manifest: Manifest) -> str:
     """Return the name of another checkpoint whose files a manifest lists, if any of these is gone."""
     others = sorted(save for save in manifest.saves() if not save.startswith((f"{manifest.name}/", f"{SHARED}/")))
     return others[0].partition("/")[0] if others and manifest.gone() else ""
-
-
-def _newest(trainer: Trainer) -> Iterator[tuple[float, bool, str]]:
-    """Yield the full files on a disk of callbacks that keep a last one, as `_last` does."""
-    for callback in _savers(trainer, ModelCheckpoint):
-        for path in _names_in(checkpoint_folder(callback, trainer), "", callback.FILE_EXTENSION):
-            if callback.save_last and can_resume(place := place_at(path)):
-                yield place.saved_at(), False, path
 
 
 def _names_in(folder: str, stem: str, suffix: str) -> set[str]:

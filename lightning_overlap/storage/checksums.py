@@ -4,14 +4,28 @@ XXH3 finds damage and mixtures; it is no signature, as anybody can compute it.
 """
 
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, Self
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 
 class DamagedError(ValueError):
     """A checkpoint does not have what was saved: bytes changed, a file is missing, or files are of different saves."""
+
+
+class About(NamedTuple):
+    """What a save says of itself."""
+
+    time: float = 0.0  # seconds since 1970; later saves of a run have later ones
+    stands_for: tuple[str, ...] = ()  # patterns of the names in whose place it is until they are saved again
+    resumes: bool = True  # whether a training can go on from it
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> Self:
+        """Return what `_asdict` gave, from JSON; errors of many types for anything else."""
+        return cls(float(content["time"]), tuple(map(str, content["stands_for"])), bool(content["resumes"]))
 
 
 class HashedFile:

@@ -194,25 +194,15 @@ class DiskStore:
 
 
 @contextmanager
-def whole_file(path: Path, twins: Iterable[Path] = ()) -> Iterator[IO[bytes]]:
-    """Open a local file to write; it gets its name at the end of the context, complete and flushed to the disk.
-
-    It gets the names `twins`, too, as hard links, if the file system has them.
-    """
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a local file to write; it gets its name at the end of the context, complete and flushed to the disk."""
     unfinished = unfinished_name(path)
     with _flushed(unfinished) as file:
         yield file
-    links = {unfinished: path}
-    for twin in twins:
-        with suppress(OSError):
-            os.link(unfinished, link := unfinished_name(twin))
-            links[link] = twin
     try:
-        for link, name in links.items():
-            take_name(link, name)
+        take_name(unfinished, path)
     finally:
-        for link in links:
-            link.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

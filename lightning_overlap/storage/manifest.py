@@ -2,12 +2,13 @@
 
 import json
 import re
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from .checksums import DamagedError, checksum_of, checksum_of_part, damaged_part, is_another
+from .checksums import About, DamagedError, checksum_of, checksum_of_part, damaged_part, is_another
 from .disk_store import DiskStore
 from .object_store import ObjectStore
 
@@ -17,8 +18,9 @@ FolderStore: TypeAlias = DiskStore | ObjectStore
 MARKER = "checksums.json"
 """The file that has the manifest. It is written last, and without it nothing has the name."""
 
-SAVE_NAME = re.compile(r"[0-9a-f]{32}")
-"""The identity of a save, and the name of its folder."""
+SAVE_NAME = re.compile(r"save-[0-9a-f]{32}")
+"""The identity of a save, and the name of its folder: nobody else gives it to a folder that is removed."""
+_FORMER_SAVE = re.compile(r"[0-9a-f]{32}")
 
 SHARED = "shared_files"
 """The folder beside names with the files that several manifests list: those of a save in the folder SAVE of it."""
@@ -40,8 +42,7 @@ class Manifest(NamedTuple):
     save: str  # identity of the save
     files: Mapping[str, SavedFile]  # by their own names
     base: "Manifest | None" = None  # of the earlier save on which this one stands
-    time: float = 0.0  # when it was saved: seconds since 1970
-    stands_for: tuple[str, ...] = ()  # how names begin, in whose place it is until they are saved again
+    about: About = About()
 
     @property
     def shown(self) -> str:
@@ -121,7 +122,7 @@ class Manifest(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the content of the marker."""
-        content = {**self._content(), "time": self.time, "stands_for": list(self.stands_for)}
+        content = {**self._content(), "about": {**self.about._asdict(), "stands_for": list(self.about.stands_for)}}
         if self.base is not None:
             content["base"] = self.base._content()
         return json.dumps({**content, "checksum": _checksum_of(content)}, indent=0).encode()
@@ -158,10 +159,10 @@ def _parsed(store: FolderStore, name: str, content: Any, base: Manifest | None) 
     }
     if not all(is_plain_name(file) and _is_where(one.where) for file, one in files.items()):
         raise ValueError("a file lies elsewhere")
-    save, stands_for = str(content["save"]), tuple(map(str, content.get("stands_for", ())))
-    if SAVE_NAME.fullmatch(save) is None:
+    save = str(content["save"])
+    if re.fullmatch(f"(?:{SAVE_NAME.pattern}|{_FORMER_SAVE.pattern})", save) is None:
         raise ValueError("its save has another name")
-    return Manifest(store, name, save, files, base, float(content.get("time", 0.0)), stands_for)
+    return Manifest(store, name, save, files, base, About.parse(content["about"]) if "about" in content else About())
 
 
 def is_plain_name(name: str) -> bool:
@@ -175,7 +176,13 @@ def _is_where(where: str) -> bool:
         return True
     *above, save = where.split("/")
     leads_beside = len(above) == 2 and above[0] == ".." and is_plain_name(above[1])
-    return SAVE_NAME.fullmatch(save) is not None and (not above or leads_beside)
+    is_save = SAVE_NAME.fullmatch(save) or _FORMER_SAVE.fullmatch(save)
+    return is_save is not None and (not above or leads_beside)
+
+
+def new_save() -> str:
+    """Return the identity of a new save."""
+    return f"save-{uuid.uuid4().hex}"
 
 
 def _checksum_of(content: Any) -> str:

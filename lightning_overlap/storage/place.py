@@ -24,19 +24,20 @@ import fsspec
 
 from ..text import some, without_secrets
 from .addresses import is_address, without_protocol
-from .checksums import DamagedError
+from .checksums import About, DamagedError
 from .disk_store import DiskStore, whole_file
 from .manifest import MARKER, SAVE_NAME, SHARED, FolderStore, Manifest, read_manifest
 from .object_store import ObjectStore
+from .sealed_file import read_seal
 
 READ_ONLY = ("http://", "https://")
 LEFT_AFTER_S = 3600.0
 """What a killed save has left is removed once nothing of it was written for so long: others may be at work."""
 
 _MOST_LISTINGS = 4
-_UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{32}\.unfinished")
+_UNFINISHED = re.compile(r"\.(.+)\.(?:save-)?[0-9a-f]{32}\.unfinished")
 """The names of files and folders that are not complete, or not removed yet."""
-_IS_OURS = re.compile(rb'"save": *"[0-9a-f]{32}"')  # in a marker
+_IS_OURS = re.compile(rb'"save": *"(?:save-)?[0-9a-f]{32}"')  # in a marker
 
 # A save may go on in a thread while another name is removed. Who reads the markers, to remove what none of them lists,
 # has to see all of them.
@@ -167,23 +168,28 @@ class Place:
         """Return whether there is a whole folder, or a file."""
         return self.is_folder() or self.is_file()
 
-    def saved_at(self) -> float:
-        """Return when it was saved, in seconds since 1970; of a file, when it was written."""
+    def about(self) -> About:
+        """Return what its save says of itself; of a file that does not, when it was written."""
         manifest = self.manifest()
-        return self.store.modified(self.name) if manifest is None else manifest.time
+        if manifest is not None:
+            return manifest.about
+        seal = read_seal(self.path) if self.is_on_disk else None
+        found = About() if seal is None else seal.about
+        return found if found.time else found._replace(time=self.store.modified(self.name))
 
     def names_beside(self, stem: str, suffix: str) -> list[str]:
         """Return the names in the same folder that begin with `stem` and end with `suffix`, of what exists."""
         names = [name for name in self.store.names() if name.startswith(stem) and name.endswith(suffix)]
         return [name for name in names if self.beside(name).exists()]
 
-    def leaning(self, stems: Iterable[str]) -> list["Place"]:
-        """Return the places whose names begin with any of `stems` and that need this one: links to it, or its files."""
+    def leaning(self, is_one: Callable[[str], bool]) -> list["Place"]:
+        """Return the places with names of this kind that need this one: links to it, or those that list its files."""
         inside, found = self._saves_inside(), []
-        for other in [self.beside(name) for name in self.store.names() if name.startswith(tuple(stems))]:
+        for other in [self.beside(name) for name in self.store.names() if is_one(name)]:
+            leans = False
             if self.store.is_link(other.name):
                 leans = other.path.resolve() == self.path.resolve()
-            else:
+            elif inside:
                 with suppress(DamagedError):
                     manifest = other.manifest()
                     leans = manifest is not None and bool(inside & manifest.saves())
@@ -193,7 +199,9 @@ class Place:
 
     def unfinished(self) -> list[str]:
         """Return the names of what killed saves of this name have left on a disk."""
-        found = {name: _UNFINISHED.fullmatch(name) for name in self.store.names() if self.is_on_disk}
+        if not self.is_on_disk:
+            return []
+        found = {name: _UNFINISHED.fullmatch(name) for name in self.store.names()}
         return [name for name, match in found.items() if match and match[1] == self._hidden]
 
     @property
@@ -240,6 +248,12 @@ class Place:
         among them: nobody knows what that lists.
         """
         unused = {save for save in saves if not any((self.store.address, save) in held for held in _held.values())}
+        if self.store.holds_both:  # without links, a save in a name's own folder is in no other's marker
+            shared = {save for save in unused if save.startswith(f"{SHARED}/")}
+            return unused if not shared else unused - shared | self._unlisted_among(shared, apart_from)
+        return self._unlisted_among(unused, apart_from)
+
+    def _unlisted_among(self, unused: set[str], apart_from: str) -> set[str]:
         names: list[str] | None = None
         is_known = True
         for _ in range(_MOST_LISTINGS if unused else 0):
@@ -321,20 +335,26 @@ class Place:
                 self.store.make_folder(folder)
         return own, shared
 
-    def commit(self, manifest: Manifest, folder: str) -> None:
+    def commit(self, manifest: Manifest, folder: str) -> list[str]:
         """Write the marker, and then remove what it replaces; a warning if that is not possible.
 
-        `folder` is that of the save's own files.
+        `folder` is that of the save's own files. Returns the saves of shared files that it lists and that are gone;
+        then nothing has changed.
         """
         above = folder.rpartition("/")[0]
         of_shared = (f"{SHARED}/{manifest.save}", SHARED) if manifest.shared().files else ()
         for one in (folder, above, *of_shared, ""):
             self.store.sync(one)
         with _one_change:
-            self._mark(manifest, above)
+            gone = manifest.lacks()
+            if not gone:
+                self._mark(manifest, above)
+            return gone
 
     def lead(self, to: "Place") -> None:
         """Let this name be another one of the same folder, too: list its files, or be a link to its file."""
+        if self.beside(to.name) != to:
+            raise FileNotFoundError(f"{to} is not beside {self}")
         with _one_change:
             before, manifest = self._before(), to.manifest()
             if manifest is not None:
@@ -364,25 +384,19 @@ class Place:
         or_warn(partial(self._remove_replaced, before, manifest.saves()))
 
     @contextmanager
-    def one_file(self, also: Iterable["Place"] = ()) -> Iterator[IO[bytes]]:
-        """Open a local file to write, which gets this name at the end of the context, and the names of checkpoints.
+    def one_file(self) -> Iterator[IO[bytes]]:
+        """Open a local file to write, which gets this name at the end of the context.
 
-        `also` are the latter; they need hard links, or stay as they are. Raises as `check_replaceable` does.
+        A FileExistsError as `check_replaceable` raises.
         """
         self.check_replaceable(by_file=True)
-        self._remove(self.unfinished())
+        or_warn(lambda: self._remove(self.unfinished()))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        twins: list[Place] = []
-        for other in also:
-            with suppress(OSError):
-                other.check_replaceable(by_file=True)
-                twins += [other] if other.exists() else []
-        before = {place: place._before() for place in (self, *twins)}
-        with whole_file(self.path, [twin.path for twin in twins]) as file:
+        before = self._before()
+        with whole_file(self.path) as file:
             yield file
         with _one_change:
-            for place, replaced in before.items():
-                or_warn(partial(place._remove_replaced, replaced, set()))
+            or_warn(partial(self._remove_replaced, before, set()))
 
     def _above(self, save: str) -> str:
         """Return the folder of a save's folder and its marker: this one, or one that gets its name when it is whole."""

@@ -1,15 +1,16 @@
 """A file of `torch.save` with the checksums of its pieces in the comment of its zip archive, which readers skip."""
 
+import json
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from xxhash import xxh3_64
 
-from .checksums import DamagedError, checksum_of, checksum_of_part, damaged_part, is_another
+from .checksums import About, DamagedError, checksum_of, checksum_of_part, damaged_part, is_another
 
 _SEAL = "lightning_overlap xxh3_64 "  # how the comment begins; the checksums of its pieces follow
-# A comment has 64 KiB at most: 512 pieces of 16 MiB, then 512 of twice the size, and so on, 7 times.
-_SMALLEST_PIECE, _OF_ONE_SIZE, _SIZES = 1 << 24, 512, 7
+# A comment has 64 KiB at most: 480 pieces of 16 MiB, then 480 of twice the size, and so on, 7 times.
+_SMALLEST_PIECE, _OF_ONE_SIZE, _SIZES = 1 << 24, 480, 7
 _NO_COMMENT = b"\0\0"  # the length of the comment: the end of an archive as torch.save writes it
 _END = b"PK\x05\x06"  # how the last record of a zip archive begins, which ends with the comment's length
 _END_SIZE, _MOST_COMMENT = 22, (1 << 16) - 1
@@ -41,9 +42,10 @@ class SealedFile:
         """Hand everything to the operating system."""
         self._file.flush()
 
-    def seal(self) -> None:
-        """Append the checksums, after `torch.save`."""
-        text = _SEAL + " ".join([*self._checksums, self._hash.hexdigest()])
+    def seal(self, about: About | None = None) -> None:
+        """Append the checksums, after `torch.save`, and what the save says of itself."""
+        told = json.dumps((about or About())._asdict(), separators=(",", ":"))
+        text = _SEAL + " ".join([*self._checksums, self._hash.hexdigest(), told.replace(" ", "\\u0020")])
         comment = f"{text} {checksum_of(text.encode())}".encode()
         self._file.seek(-len(_NO_COMMENT), 2)
         self._file.write(len(comment).to_bytes(2, "little"))
@@ -56,6 +58,7 @@ class Seal(NamedTuple):
     path: Path
     size: int  # of the file without its comment, in bytes
     checksums: list[str]  # of its pieces
+    about: About
 
     def check(self, part: int = 0, num_parts: int = 1) -> None:
         """Read every `num_parts`-th piece from `part` on; raise a DamagedError unless it has the saved bytes."""
@@ -84,7 +87,13 @@ def read_seal(path: Path) -> Seal | None:
         raise DamagedError(damaged_part(path, "", what))
     if checksum_of(text.encode()) != checksum:
         raise DamagedError(damaged_part(path, "", is_another("at its end has")))
-    return Seal(path, path.stat().st_size - len(comment), text.removeprefix(_SEAL).split(" "))
+    checksums, told = text.removeprefix(_SEAL).split(" "), About()
+    if checksums[-1].startswith("{"):  # not in files of former versions
+        try:
+            told = About.parse(json.loads(checksums.pop()))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise DamagedError(damaged_part(path, "", is_another("at its end has"))) from None
+    return Seal(path, path.stat().st_size - len(comment), checksums, told)
 
 
 def _zip_comment(path: Path) -> tuple[bytes, int]:

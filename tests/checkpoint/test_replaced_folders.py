@@ -19,6 +19,7 @@ from lightning_overlap.storage import (
     SavedFile,
     checksum_of,
     disk_store,
+    new_save,
     place_at,
 )
 from lightning_overlap.storage import place as places
@@ -35,7 +36,7 @@ NAMES = st.sets(st.sampled_from(OWN + OTHERS), min_size=1)
 
 def save_at(place: Place) -> None:
     """Save a checkpoint without tables."""
-    name = uuid.uuid4().hex
+    name = new_save()
     folder, _ = place.begin(name, shares=False)
     place.store.put(f"{folder}/meta.pt", [b"saved"])
     files = {"meta.pt": SavedFile(len(b"saved"), checksum_of(b"saved"), name)}
@@ -78,7 +79,7 @@ def test_what_a_user_has_put_into_a_checkpoint_stays(new_folder: Any) -> None:
     address = new_folder()
     save_at(place_at(address))
     files, path = fsspec.core.url_to_fs(address)
-    names = ["notes.txt", "results/a.csv", "base/model.bin"]
+    names = ["notes.txt", "results/a.csv", "base/model.bin", f"{uuid.uuid4().hex}/m.csv"]
     for name in names:
         files.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
         files.pipe_file(f"{path}/{name}", b"mine")
@@ -152,7 +153,7 @@ def test_what_killed_saves_of_a_name_have_left_is_removed_by_the_next_save(new_f
     place = place_at(f"{address}/last.ckpt")
     for saves_before in range(2):
         for _ in range(3):
-            for folder in place.begin(uuid.uuid4().hex, shares=True):
+            for folder in place.begin(new_save(), shares=True):
                 place.store.put(f"{folder}/rows", [b"rows"])
         left = [name for name in files_in(address) if name.endswith("/rows")]
         assert len(left) == 2, saves_before  # of the one that was killed last, and may not be dead
@@ -207,7 +208,7 @@ def test_the_folder_of_a_store_is_not_removed(new_folder: Any, name: str) -> Non
 
 def test_a_checkpoint_that_is_renamed_while_markers_are_read_keeps_its_files(tmp_path: Path) -> None:
     one, other = place_at(tmp_path / "k.ckpt"), place_at(tmp_path / "a.ckpt")
-    shared = f"shared_files/{uuid.uuid4().hex}"
+    shared = f"shared_files/{new_save()}"
     for place in (one, other):
         save_at(place)
     one.store.put(f"{shared}/rows", [b"rows"])
@@ -236,8 +237,8 @@ def test_a_checkpoint_that_is_renamed_while_markers_are_read_keeps_its_files(tmp
 def test_what_killed_saves_leave_is_swept_once_it_is_old(new_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     above = new_folder()
     place, other = place_at(f"{above}/a.ckpt"), place_at(f"{above}/b.ckpt")
-    other.begin(uuid.uuid4().hex, shares=True)
-    for number, folder in enumerate(other.begin(uuid.uuid4().hex, shares=True)):
+    other.begin(new_save(), shares=True)
+    for number, folder in enumerate(other.begin(new_save(), shares=True)):
         other.store.put(f"{folder}/{number}", [b"rows"])
     save_at(place)
     before = files_in(above)
@@ -249,12 +250,26 @@ def test_what_killed_saves_leave_is_swept_once_it_is_old(new_folder: Any, monkey
     assert [name for name in files_in(above) if not name.startswith("a.ckpt/")] == []
 
 
-def test_a_folder_of_runs_is_not_replaced(tmp_path: Path) -> None:
-    """Their names are those of saves, which have such folders in a store alone."""
+def test_a_folder_of_runs_is_not_replaced(new_folder: Any) -> None:
+    """Nobody else's folders have the names of saves."""
+    address = new_folder()
+    place = place_at(address)
     for _ in range(2):
-        (tmp_path / "runs" / uuid.uuid4().hex).mkdir(parents=True)
+        place.store.put(f"{place.name}/{uuid.uuid4().hex}/a.csv", [b"mine"])
+    before = files_in(address)
     with pytest.raises(FileExistsError):
-        save_at(place_at(tmp_path / "runs"))
+        save_at(place)
+    assert files_in(address) == before
+
+
+def test_a_users_folder_among_shared_files_stays(new_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    above = new_folder()
+    place = place_at(f"{above}/a.ckpt")
+    place.store.put(f"shared_files/{uuid.uuid4().hex}/a.csv", [b"mine"])
+    monkeypatch.setattr(places, "LEFT_AFTER_S", -60.0)
+    save_at(place)
+    place.sweep()
+    assert [content for name, content in files_in(above).items() if name.endswith("a.csv")] == [b"mine"]
 
 
 def test_increments_leave_files_of_users_alone(get_ranks: Any, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_newer_torch_adds_to_the_list_is_left_out(tmp_path: Path) -> None:
-    store, save_name = DiskStore(tmp_path), "0" * 32
+    store, save_name = DiskStore(tmp_path), f"save-{'0' * 32}"
     save({"a": torch.arange(3)}, checkpoint_id=tmp_path / "a" / save_name, no_dist=True)
     path = tmp_path / "a" / save_name / ".metadata"
     metadata = pickle.loads(path.read_bytes())
