@@ -33,7 +33,7 @@ from .shared_calls import SharedCalls as SharedCalls
 from .stores import ANSWER_S as ANSWER_S
 from .stores import DeadlineStore as DeadlineStore
 from .stores import NoAnswerError as NoAnswerError
-from .stores import Store as Store
+from .stores import RanksStore as RanksStore
 from .stores import default_store as default_store
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from .stores import NO_ANSWER, Store, longest_pause_s, open_sockets, port_of
+from .stores import NO_ANSWER, RanksStore, longest_pause_s, open_sockets, port_of
 
 LEAVE_S = 3.0  # seconds that the first failing rank and the others wait for each other to print
 
@@ -84,7 +84,7 @@ def _stderr() -> str:
 class FirstCause:
     """Finds the rank that failed first in a run. No method raises: the store ends with the rank that keeps it."""
 
-    def __init__(self, store: Store, rank: int, run: int) -> None:
+    def __init__(self, store: RanksStore, rank: int, run: int) -> None:
         self.store = store
         self.rank = rank
         self.key = f"lightning_overlap/first_cause/{run}"
@@ -270,7 +270,7 @@ def remember_sockets() -> Iterator[dict[int, str]]:
     _sockets.update(opened)
 
 
-def end_connections(except_store: Store, of: Mapping[int, str] | None = None) -> bool:
+def end_connections(except_store: RanksStore, of: Mapping[int, str] | None = None) -> bool:
     """End remembered connections except a store's, those of `of` or all; return whether any was open.
 
     The groups that have them cannot be used then.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import gloo_alltoall
 from .consensus import Consensus
 from .failures import end_connections, remember_sockets
-from .stores import ANSWER_S, FAILED, Store, default_store
+from .stores import ANSWER_S, FAILED, RanksStore, default_store
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def join(timeout: timedelta, *, multi_node: bool = False, balances: bool = False
     return _made[key]
 
 
-def _end_failed(world: dist.ProcessGroup, store: Store) -> None:
+def _end_failed(world: dist.ProcessGroup, store: RanksStore) -> None:
     """End the groups of failed runs; all ranks call this alike, so none is in a collective of theirs.
 
     The tables' group stays as long as any rank has a module that uses it.
@@ -113,7 +113,7 @@ def _end_failed(world: dist.ProcessGroup, store: Store) -> None:
     _failed[:] = [failed for failed, used in zip(_failed, is_used, strict=True) if used]
 
 
-def _end(group: dist.ProcessGroup, connections: dict[int, str], store: Store) -> None:
+def _end(group: dist.ProcessGroup, connections: dict[int, str], store: RanksStore) -> None:
     """End a group, with collectives that other ranks have never joined."""
     if "nccl" in dist.get_backend(group):
         group.abort()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from .stores import ANSWER_S, FAILED, NoAnswerError, Store, longest_pause_s
+from .stores import ANSWER_S, FAILED, NoAnswerError, RanksStore, longest_pause_s
 
 LOOK_EVERY_S = 1.0
 ANNOUNCE_AFTER_S = 0.05  # ranks that do the same come within this time, mostly
@@ -40,7 +40,7 @@ class Mismatches:
 
     def __init__(
         self,
-        store: Store,
+        store: RanksStore,
         key: str,
         rank: int,
         num_ranks: int,

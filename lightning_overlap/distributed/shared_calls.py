@@ -8,7 +8,7 @@ import weakref
 import torch.distributed as dist
 
 from .mismatches import Mismatches
-from .stores import DeadlineStore, Store
+from .stores import DeadlineStore, RanksStore
 
 _ANY_NUMBER = 1 << 62  # of failures
 _POINT = "shared call"
@@ -23,7 +23,7 @@ class SharedCalls:
     """
 
     def __init__(
-        self, store: Store, key: str, rank: int, num_ranks: int, timeout_s: float, *, num_failed: int | None = None
+        self, store: RanksStore, key: str, rank: int, num_ranks: int, timeout_s: float, *, num_failed: int | None = None
     ) -> None:
         self._mismatches = Mismatches(store, key, rank, num_ranks, timeout_s, counts_steps=False, num_failed=num_failed)
         self.key = key

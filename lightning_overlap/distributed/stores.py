@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as public as `dist.Store`
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as public as `dist.RanksStore`
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from ..compat import torch
@@ -33,7 +33,7 @@ class NoAnswerError(RuntimeError):
     """The store has not answered in time."""
 
 
-class Store(Protocol):
+class RanksStore(Protocol):
     """What is used of torch's stores, with the same meaning."""
 
     def add(self, key: str, amount: int, /) -> int:
@@ -166,7 +166,7 @@ def default_store(timeout_s: float) -> DeadlineStore | None:
     return _of_default_group.within(timeout_s)
 
 
-def port_of(store: Store | TorchStore) -> int | None:
+def port_of(store: RanksStore | TorchStore) -> int | None:
     """Return the port of a TCPStore's server; None for another store."""
     while isinstance(store, DeadlineStore | PrefixStore):
         store = store.torch_store if isinstance(store, DeadlineStore) else store.underlying_store
