@@ -262,8 +262,10 @@ class Place:
                 break
             names, is_known = listed, True  # else somebody has renamed something, which was perhaps not read
             for name in names:
+                if name == apart_from or _UNFINISHED.fullmatch(name):
+                    continue
                 try:
-                    manifest = None if name == apart_from else read_manifest(self.store, name)
+                    manifest = read_manifest(self.store, name)
                 except DamagedError:
                     is_known &= not self.beside(name)._is_ours()
                 except PermissionError:
@@ -289,9 +291,7 @@ class Place:
         if not (names := self._inside()):
             return
         others = self._others(names)
-        # A killed save leaves such folders alone in a store only: on a disk they may be those of somebody's runs.
-        has_leftovers = self.store.holds_both or any(_UNFINISHED.fullmatch(name) for name in names)
-        if MARKER not in names and not others and has_leftovers:
+        if MARKER not in names and not others:  # what a killed save or removal has left
             return
         is_ours = MARKER in names and self._is_ours()
         if is_ours and by_file and not others and self._is_needed():
@@ -352,9 +352,9 @@ class Place:
             return gone
 
     def lead(self, to: "Place") -> None:
-        """Let this name be another one of the same folder, too: list its files, or be a link to its file."""
-        if self.beside(to.name) != to:
-            raise FileNotFoundError(f"{to} is not beside {self}")
+        """Let this name on a disk be another one of its folder, too: list its files, or be a link to its file."""
+        if self.beside(to.name) != to or not self.is_on_disk:
+            raise FileNotFoundError(f"{to} is not beside {self}, or not on a disk: a store has no links")
         with _one_change:
             before, manifest = self._before(), to.manifest()
             if manifest is not None:
@@ -424,8 +424,6 @@ class Place:
             if isinstance(self.store, DiskStore) and not self._is_needed():
                 self.store.remove_folder(self.store.hide(self.name))
             else:
-                if self.is_on_disk:  # so that without a marker, too, it is known as ours
-                    self.store.put(f"{self.name}/.removed.{'0' * 32}.unfinished", [b""])
                 self.store.remove([self._marker])
                 self.store.tell_of_changes()
             self._remove_replaced(before, set())
