@@ -9,8 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap.consolidate import main as consolidate
+from lightning_overlap.storage import SHARED
 
 from ..support.ranks import Ranks, free_port
+from ..support.saved import manifest_of
 from .hook_faults import HOOKS, TIMEOUT_S, Ended, fail_in_hook, save_alone
 
 INCREMENTAL = {"checkpoint_format": "incremental", "async_checkpoint": True}
@@ -37,7 +39,10 @@ def test_a_hook_that_raises_on_one_rank(two_ranks: Ranks) -> None:
     def all_end(hook: tuple[str, str], rank: int, pipeline: str, options: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             ends: list[Ended] = two_ranks.run(fail_in_hook, folder, free_port(), hook, rank, pipeline, options)
-            for path in [*Path(folder).iterdir()]:  # nothing else is left
+            checkpoints = [path for path in Path(folder).iterdir() if path.name != SHARED]  # nothing else is left
+            listed = {save for path in checkpoints for save in manifest_of(path).saves() if save.startswith(SHARED)}
+            assert {f"{SHARED}/{path.name}" for path in Path(folder, SHARED).glob("*")} == listed
+            for path in checkpoints:
                 assert consolidate([str(path), f"{path}.whole"]) == 0
         raised, other = ends[rank], ends[1 - rank]
         assert raised.said == f"InjectedError: {hook[1]}"
