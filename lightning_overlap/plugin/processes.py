@@ -25,7 +25,7 @@ from ..compat.lightning import (
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
 from ..text import some
 from .run import HasRun
-from .stored_checkpoints import searches_stores
+from .stored_checkpoints import finds_whole_checkpoints
 
 _NOT_IN_NOTEBOOKS = (
     "a notebook or an interactive Python has no script that {number} processes could run. For several devices use "
@@ -66,7 +66,7 @@ class StartsProcesses(HasRun):
         self._choose_launcher()
         if starts_python_processes(self.launcher):
             set_launcher(self, Launcher(self, start_method(self)))  # type: ignore[arg-type]
-        wrap_launcher(self, searches_stores)
+        wrap_launcher(self, finds_whole_checkpoints)
 
     def _choose_launcher(self) -> None:
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # Lightning's own test
@@ -121,7 +121,7 @@ class Launcher(ProcessLauncher):
     @override
     def run_in_process(self, number: int, trainer: Any, function: Callable[..., Any], *args: Any) -> None:
         try:
-            super().run_in_process(number, trainer, searches_stores(trainer, function), *args)
+            super().run_in_process(number, trainer, finds_whole_checkpoints(trainer, function), *args)
         except Exception as err:
             # The parent raises the error of any rank. Lightning calls no `on_exception` in a started process.
             self.strategy.note_cause(err)

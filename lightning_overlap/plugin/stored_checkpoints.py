@@ -25,7 +25,7 @@ Saver = TypeVar("Saver")
 _REQUEUED = "hpc_ckpt_"  # how Lightning names the checkpoints of requeued jobs, before a number
 
 
-def searches_stores(trainer: Trainer | None, function: Callable[..., Any]) -> Callable[..., Any]:
+def finds_whole_checkpoints(trainer: Trainer | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a trainer's function that finds whole checkpoints, also in object stores."""
 
     @functools.wraps(function)

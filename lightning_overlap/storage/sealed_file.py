@@ -9,8 +9,8 @@ from xxhash import xxh3_64
 from .checksums import About, DamagedError, checksum_of, checksum_of_part, damaged_part, is_another
 
 _SEAL = "lightning_overlap xxh3_64 "  # how the comment begins; the checksums of its pieces follow
-# A comment has 64 KiB at most: 480 pieces of 16 MiB, then 480 of twice the size, and so on, 7 times.
-_SMALLEST_PIECE, _OF_ONE_SIZE, _SIZES = 1 << 24, 480, 7
+# A comment has 64 KiB at most: 512 pieces of 16 MiB, then 512 of twice the size, and so on, 7 times.
+_SMALLEST_PIECE, _OF_ONE_SIZE, _SIZES = 1 << 24, 512, 7
 _NO_COMMENT = b"\0\0"  # the length of the comment: the end of an archive as torch.save writes it
 _END = b"PK\x05\x06"  # how the last record of a zip archive begins, which ends with the comment's length
 _END_SIZE, _MOST_COMMENT = 22, (1 << 16) - 1

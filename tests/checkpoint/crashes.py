@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.checkpoint import read_folder, sharded_folder
-from lightning_overlap.plugin.stored_checkpoints import searches_stores
+from lightning_overlap.plugin.stored_checkpoints import finds_whole_checkpoints
 from lightning_overlap.storage import SHARED, disk_store, place_at
 
 from ..support.cases import NUM_ROWS, Batch, Batches, Case, TableSpec, make_collection
@@ -186,7 +186,7 @@ def last_at(place: Path | str) -> str | None:
         connector = trainer._checkpoint_connector
         return connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
 
-    found: str | None = searches_stores(trainer, search)()
+    found: str | None = finds_whole_checkpoints(trainer, search)()
     return found
 
 

@@ -1,5 +1,6 @@
 """Law 15: what was saved together loads together; anything else is refused, with the name of the file."""
 
+import json
 import pickle
 import zipfile
 from pathlib import Path
@@ -14,11 +15,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_overlap.checkpoint import write_file
 from lightning_overlap.checkpoint.safe_metadata import SafeReader, _are_apart
-from lightning_overlap.storage import MARKER, DamagedError, DiskStore, Manifest, place_at, read_seal, sealed_file
+from lightning_overlap.storage import (
+    MARKER,
+    DamagedError,
+    DiskStore,
+    Manifest,
+    checksum_of,
+    place_at,
+    read_seal,
+    sealed_file,
+)
 
 from ..support.cases import ADAGRAD, TABLE_WISE
 from ..support.ranks import Ranks
-from ..support.saved import files_of
+from ..support.saved import files_of, manifest_of
 from . import checkpoints, damages
 
 
@@ -162,6 +172,32 @@ def test_a_folder_without_a_marker_is_no_checkpoint(two_ranks: Ranks, tmp_path: 
         )
     (tmp_path / MARKER).rename(path / MARKER)
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
+
+
+def test_a_folder_of_a_former_version_loads_and_is_replaced(two_ranks: Ranks, tmp_path: Path) -> None:
+    """It has its files beside the marker, and another kind of identity."""
+    path, former = tmp_path / "a.ckpt", "0" * 32
+    two_ranks.run(checkpoints.save_to, str(path))
+    manifest = manifest_of(path)
+    rest = torch.load(path / manifest.save / "meta.pt", weights_only=True)
+    torch.save({**rest, "lightning_overlap_save": former}, path / manifest.save / "meta.pt")
+    for file in (path / manifest.save).iterdir():
+        file.rename(path / file.name)
+    (path / manifest.save).rmdir()
+    contents = {name: (path / name).read_bytes() for name in manifest.files}
+    files = {name: [len(content), checksum_of(content)] for name, content in contents.items()}
+    told = {"save": former, "files": files}
+    marker = {**told, "checksum": checksum_of(json.dumps(told, sort_keys=True).encode())}
+    (path / MARKER).write_text(json.dumps(marker, indent=0))
+    assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
+    two_ranks.run(checkpoints.save_to, str(path))
+    assert {one.name for one in path.iterdir()} == {MARKER, manifest_of(path).save}
+    assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
+
+
+def test_the_checksums_of_the_largest_file_fit_its_comment() -> None:
+    most = sealed_file._OF_ONE_SIZE * sealed_file._SIZES * (len(checksum_of(b"")) + 1)
+    assert most + 1000 < sealed_file._MOST_COMMENT  # what else is in it
 
 
 def test_what_a_reader_gets_without_a_list(tmp_path: Path) -> None:
